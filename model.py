@@ -1,0 +1,473 @@
+"""
+Four attentions in one GPT, each written in three forms.
+
+                one map         the difference of two maps
+    softmax     softmax         diff            (Differential Transformer, arXiv 2410.05258)
+    linear      linear          diff_linear     (Transformers are RNNs, arXiv 2006.16236)
+
+Attention multiplies the values V by a causal T x T matrix A, "the map". Everything below computes A V:
+    the map    A itself, O(T^2), reads like the equation: to look at, to teach, to test
+    the fast   A V without ever holding A: to train
+    the step   one token at a time from a state: to sample
+
+Shapes: B batch, T time, C channels (n_embd), H heads of the softmax model (n_head), d = C/H.
+q and k are (B, H, T, d) in every arm. A differential head h is made of the two neighbours 2h and 2h+1, so that a
+differential arm has h = H/2 heads and v is (B, H/2, T, 2d): the head count is halved, never d. Elsewhere h = H.
+
+The block around them: pre-RMSNorm, SwiGLU, rotary positions, no biases, no dropout, tied embedding.
+`python model.py` shows all of it on one screen.
+"""
+import hashlib
+import math
+import os
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+NORM_EPS = 1e-5  # every RMSNorm, the head-wise one included
+Z_EPS = 1e-12  # keeps a linear row's sum from being exactly zero
+CHUNK = 64  # tokens per chunk of the linear family's fast form
+
+
+@dataclass
+class GPTConfig:
+    """The model. Raises ValueError, naming the field and the rule, for a model that can't be built."""
+
+    attn: str = "softmax"  # softmax | diff | linear | diff_linear
+    block_size: int = 1024  # T in training, and the room in the softmax family's cache
+    vocab_size: int = 50257
+    n_layer: int = 12
+    n_head: int = 12  # H, of the softmax model: a differential arm has half as many, twice as wide
+    n_embd: int = 768
+    rope_theta: float = 10000.0  # base of the rotary angles; 0: no positions at all
+    flash: bool = True  # the fast form; False: the map
+    subln: bool | None = None  # RMSNorm on each head's output; None: on in the differential arms only
+    lambda_init: float | None = None  # None: Eq. 3 of the paper; the arms with one map ignore it
+
+    def __post_init__(self):
+        def check(name, ok, rule):
+            if not ok:
+                raise ValueError(f"{name} must be {rule}, not {getattr(self, name)!r}")
+
+        check("attn", self.attn in ATTENTION, f"one of {', '.join(ATTENTION)}")
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+            value = getattr(self, name)
+            check(name, type(value) is int and value > 0, "a positive integer")
+        H, C = self.n_head, self.n_embd
+        check("n_head", self.attn in ("softmax", "linear") or H % 2 == 0, f"even for {self.attn}, whose heads are pairs")
+        check("n_embd", C % H == 0, f"divisible by n_head={H}")
+        check("n_embd", C // H % 2 == 0 and C >= 4, f"an even multiple of n_head={H} (rotary pairs), at least 4")
+        check("flash", type(self.flash) is bool, "True or False")
+        check("subln", self.subln is None or type(self.subln) is bool, "None, True or False")
+        real = lambda x: type(x) in (int, float) and math.isfinite(x)
+        check("rope_theta", real(self.rope_theta) and self.rope_theta >= 0, "a finite number, at least 0")
+        check("lambda_init", self.lambda_init is None or real(self.lambda_init), "None or a finite number")
+
+
+def pick_device(name=None):
+    """torch.device(name), or cuda where there is one, else cpu. ValueError for one that can't be used here."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError) as e:
+        raise ValueError(f"device {name} can't be used here: {str(e).splitlines()[0][:70]}") from None
+    return torch.device(name)
+
+
+def wide(x):
+    """x in float32, or wider if it is: for sums, norms and differences that bf16 would round away."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def rotary(position, d, theta):
+    """cos and sin, each (T, d/2) float64, of RoFormer's angles m theta^(-2i/d) (arXiv 2104.09864, Eq. 15).
+
+    position: (T,) integers. float64, so that position 10 million is turned as exactly as position 10.
+    None when theta is 0: no rotation."""
+    if theta == 0:
+        return None
+    frequency = theta ** -(torch.arange(0, d, 2, dtype=torch.float64, device=position.device) / d)
+    angle = position.double()[:, None] * frequency
+    return angle.cos(), angle.sin()
+
+
+def rotate(x, rope):
+    """R_m x for x (B, H, T, d): turns the neighbours (x_2i, x_2i+1) as one pair (RoFormer, Eq. 34)."""
+    if rope is None:
+        return x
+    even, odd = wide(x).unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = (t.to(even.dtype) for t in rope)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """What the four share: projections, heads, the difference, lambda, the head-wise norm.
+
+    layer(x) maps (B, T, C) to (B, T, C) at positions 0..T-1, layer.map(x) is the map (B, h, T, T).
+    layer.scores(q, k), (B, H, T, T), is what stands before the normalisation, for every branch: replace it on an
+    instance with flash off, and both follow.
+    Names and shapes of the parameters are those of Microsoft's released layer, whose weights load as they are."""
+
+    def __init__(self, config, depth):
+        """depth: the layer's number counted from 0, l - 1 in the paper's 0.8 - 0.6 exp(-0.3 (l - 1)), Section 2.1."""
+        super().__init__()
+        C, H = config.n_embd, config.n_head
+        self.n_head, self.d, self.block_size = H, C // H, config.block_size
+        self.rope_theta, self.flash = config.rope_theta, config.flash
+        self.diff = config.attn in ("diff", "diff_linear")
+        self.h = H // 2 if self.diff else H
+        self.q_proj = nn.Linear(C, C, bias=False)
+        self.k_proj = nn.Linear(C, C, bias=False)
+        self.v_proj = nn.Linear(C, C, bias=False)
+        self.out_proj = nn.Linear(C, C, bias=False)
+        subln = self.diff if config.subln is None else config.subln
+        self.subln = nn.RMSNorm(C // self.h, eps=NORM_EPS) if subln else None
+        if self.diff:
+            given = config.lambda_init
+            self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth) if given is None else given
+            for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+                self.register_parameter(name, nn.Parameter(0.1 * torch.randn(self.d)))
+
+    def lambda_full(self):
+        """lambda of Eq. 2, a scalar shared by the layer's heads. Sums of products, since autocast would make bf16
+        of a dot product."""
+        q1, k1, q2, k2 = (wide(p) for p in (self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2))
+        return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.lambda_init
+
+    def difference(self, y):
+        """y_1 - lambda y_2 (Eq. 1) of the branches' maps or outputs: (B, H, T, .) to (B, h, T, .).
+        Cast up, because what is left is smaller than what was subtracted."""
+        if not self.diff:
+            return y
+        return wide(y[:, 0::2]) - self.lambda_full() * wide(y[:, 1::2])
+
+    def project(self, x):
+        """x (B, T, C) to q, k (B, H, T, d) and v (B, h, T, C/h)."""
+        q = self.q_proj(x).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+        k = self.k_proj(x).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+        v = self.v_proj(x).unflatten(-1, (self.h, -1)).transpose(1, 2)
+        return q, k, v
+
+    def rope(self, x):
+        """The rotation of positions 0..T-1 for x (B, H, T, d)."""
+        return rotary(torch.arange(x.shape[2], device=x.device), self.d, self.rope_theta)
+
+    def map(self, x):
+        """The map A of x (B, T, C): (B, h, T, T), zero above the diagonal, signed where it is signed."""
+        q, k, _ = self.project(x)
+        return self.weights(q, k)
+
+    def forward(self, x, rope=None, state=None):
+        """x (B, T, C) to (B, T, C). state: None to train; an empty dict is filled on the way (prefill); a filled one
+        takes x as the next token (T = 1) and moves on."""
+        q, k, v = self.project(x)
+        rope = rope or self.rope(q)
+        if state:
+            y = self.step(q, k, v, rope, state)
+        elif self.flash or state is not None:
+            y = self.fast(q, k, v, rope, state)
+        else:
+            y = self.weights(q, k).to(v.dtype) @ v
+        # y is (B, h, T, C/h)
+        if self.subln is not None:
+            y = F.rms_norm(wide(y), y.shape[-1:], wide(self.subln.weight), NORM_EPS)
+            if self.diff:
+                y = y * (1 - self.lambda_init)  # Eq. 3
+        return self.out_proj(y.transpose(1, 2).flatten(2).to(x.dtype))
+
+
+def sdpa(q, k, v):
+    """softmax(q k^T / sqrt(d)) v with the causal mask, without holding the map. q, k (B, H, T, d), v (B, H, T, d_v)."""
+    scale, wider = q.shape[-1] ** -0.5, v.shape[-1] - q.shape[-1]
+    if wider and q.device.type == "cpu":  # the CPU's kernel wants d = d_v, and without it is 2 to 5 times slower
+        q, k = F.pad(q, (0, wider)), F.pad(k, (0, wider))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+
+
+class SoftmaxAttention(Attention):
+    """softmax: A = softmax(Q K^T / sqrt(d))
+    diff:    A = softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))     (Eq. 1)"""
+
+    def scores(self, q, k):
+        """q k^T / sqrt(d), rotated, of each branch: q, k (B, H, T, d) to (B, H, T, T)."""
+        rope = self.rope(q)
+        return rotate(q, rope) @ rotate(k, rope).mT / math.sqrt(self.d)
+
+    def weights(self, q, k):
+        S = self.scores(q, k)
+        S = S.masked_fill(torch.ones_like(S, dtype=torch.bool).triu(1), float("-inf"))  # no looking ahead
+        return self.difference(wide(S).softmax(-1))
+
+    def fast(self, q, k, v, rope, state):
+        q, k = rotate(q, rope), rotate(k, rope)
+        if state is not None:  # room for block_size keys and values
+            state["T"] = T = k.shape[2]
+            state["k"] = k.new_empty(k.shape[0], self.n_head, self.block_size, k.shape[-1])
+            state["v"] = v.new_empty(v.shape[0], self.h, self.block_size, v.shape[-1])
+            state["k"][:, :, :T], state["v"][:, :, :T] = k, v
+        return self.difference(sdpa(q, k, v.repeat_interleave(2, 1) if self.diff else v))  # (A1 - l A2) V = A1 V - l A2 V
+
+    def step(self, q, k, v, rope, state):
+        """The last row of the map, over the cache."""
+        q, k, t = rotate(q, rope), rotate(k, rope), state["T"]
+        state["k"][:, :, t : t + 1], state["v"][:, :, t : t + 1], state["T"] = k, v, t + 1
+        S = q @ state["k"][:, :, : t + 1].mT / math.sqrt(self.d)  # (B, H, 1, t + 1)
+        return self.difference(wide(S).softmax(-1)).to(v.dtype) @ state["v"][:, :, : t + 1]
+
+
+def phi(x):
+    """The feature map elu(x) + 1 (arXiv 2006.16236, Eq. 7), written so that bf16 keeps its tail below x = -7."""
+    return x.relu() + x.clamp(max=0).exp()
+
+
+def chunkwise(q, k, v):
+    """sum over j <= i of (q_i . k_j) v_j, in O(T): a masked matmul inside each chunk, and for all that came before
+    it the state S = sum of k_j v_j^T. q, k (B, h, T, D), v (B, h, T, d_v); returns that and the last S (B, h, D, d_v)."""
+    T = q.shape[2]
+    q, k, v = (F.pad(x.to(v.dtype), (0, 0, 0, -T % CHUNK)).unflatten(2, (-1, CHUNK)) for x in (q, k, v))
+    inside = (q @ k.mT).tril() @ v  # (B, h, chunks, CHUNK, d_v)
+    S = wide(k.mT @ v).cumsum(2)  # (B, h, chunks, D, d_v), summed in float32 up to each chunk's end
+    before = F.pad(S[:, :, :-1], (0, 0, 0, 0, 1, 0)).to(v.dtype)  # up to each chunk's beginning
+    return (inside + q @ before).flatten(2, 3)[:, :, :T], S[:, :, -1]
+
+
+class LinearAttention(Attention):
+    """linear:      A_ij = (R_i phi(q_i)) . (R_j phi(k_j)) / (sum over m <= i of phi(q_i) . phi(k_m))
+    diff_linear: A1 - lambda A2 of two such maps
+    Only the numerator is rotated (RoFormer, Section 3.3): entries may be negative, and rows need not sum to 1."""
+
+    def scores(self, q, k):
+        """(R phi(q)) . (R phi(k)) of each branch: q, k (B, H, T, d), as projected, to (B, H, T, T)."""
+        rope = self.rope(q)
+        return rotate(phi(q), rope) @ rotate(phi(k), rope).mT
+
+    def weights(self, q, k):
+        z = wide(phi(q) @ phi(k).mT).tril().sum(-1, keepdim=True) + Z_EPS
+        return self.difference(wide(self.scores(q, k)).tril() / z)
+
+    def fold(self, q, k):
+        """The difference of two linear maps is one linear map with twice the features:
+        q1.k1 - lambda q2.k2 = [q1, -lambda q2] . [k1, k2], from (B, H, T, d) to (B, h, T, 2d)."""
+        if not self.diff:
+            return q, k
+        q = torch.cat((q[:, 0::2], -self.lambda_full() * q[:, 1::2]), -1)
+        return q, torch.cat((k[:, 0::2], k[:, 1::2]), -1)
+
+    def fast(self, q, k, v, rope, state):
+        q, k = phi(q), phi(k)
+        Z = wide(k).cumsum(2)  # (B, H, T, d)
+        z = (q * Z).sum(-1, keepdim=True) + Z_EPS
+        q, k = self.fold(rotate(q, rope) / z, rotate(k, rope))
+        y, S = chunkwise(q, k, v)
+        if state is not None:
+            state["S"], state["Z"] = S.clone(), Z[:, :, -1:].clone()
+        return y
+
+    def step(self, q, k, v, rope, state):
+        """Attention as a recurrent net: Z += phi(k), S += k v^T, y = q S (arXiv 2006.16236, Eq. 18 to 20)."""
+        q, k = phi(q), phi(k)
+        state["Z"] += wide(k)
+        z = (q * state["Z"]).sum(-1, keepdim=True) + Z_EPS
+        q, k = self.fold(rotate(q, rope) / z, rotate(k, rope))
+        state["S"] += wide(k).mT * wide(v)
+        return wide(q) @ state["S"]  # (B, h, 1, d_v)
+
+
+ATTENTION = {
+    "softmax": SoftmaxAttention,
+    "diff": SoftmaxAttention,
+    "linear": LinearAttention,
+    "diff_linear": LinearAttention,
+}
+
+
+class SwiGLU(nn.Module):
+    """(silu(x W_gate) * x W_up) W_down, int(8C/3) wide, rounded down to a multiple of 8 (arXiv 2002.05202)."""
+
+    def __init__(self, C):
+        super().__init__()
+        width = int(8 * C / 3) // 8 * 8
+        self.gate_proj = nn.Linear(C, width, bias=False)
+        self.up_proj = nn.Linear(C, width, bias=False)
+        self.down_proj = nn.Linear(width, C, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """y = x + attention(norm(x)), then y + mlp(norm(y)) (Section 2.2)."""
+
+    def __init__(self, config, depth):
+        super().__init__()
+        self.norm1 = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
+        self.attn = ATTENTION[config.attn](config, depth)
+        self.norm2 = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
+        self.mlp = SwiGLU(config.n_embd)
+
+    def forward(self, x, rope, state=None):
+        x = x + self.attn(self.norm1(x), rope, state)
+        return x + self.mlp(self.norm2(x))
+
+
+def pick(logits, temperature, top_k, top_p, generator):
+    """The next token, (B, 1) int64, from logits (B, V): see GPT.generate."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    logits, token = wide(logits).sort(-1, descending=True)
+    p = (logits / temperature).softmax(-1)
+    if top_k is not None:
+        p[:, top_k:] = 0
+    if top_p is not None:  # stays: what has less than top_p before it
+        p = p / p.sum(-1, keepdim=True)
+        p[p.cumsum(-1) - p >= top_p] = 0
+    return token.gather(-1, torch.multinomial(p, 1, generator=generator))
+
+
+class GPT(nn.Module):
+    """model(idx) and model(idx, targets), both (B, T) int64 below vocab_size, give (logits, loss). Any T will do.
+
+    Each parameter is drawn from its own generator, seeded by (seed, name): what two arms share is the same bit for
+    bit. N(0, 0.02); the matrices that end a residual branch smaller by sqrt(2 n_layer); the lambdas N(0, 0.1)."""
+
+    def __init__(self, config, seed=1337):
+        super().__init__()
+        self.config, self.extra = config, {}
+        with torch.device("meta"):  # every parameter is drawn below, so none is drawn here
+            rows = (config.vocab_size + 63) // 64 * 64  # matmuls like multiples of 64; the logits are cut back
+            self.wte = nn.Embedding(rows, config.n_embd)
+            self.blocks = nn.ModuleList(Block(config, depth) for depth in range(config.n_layer))
+            self.norm = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
+        if seed is None:  # load() brings the weights
+            return
+        self.to_empty(device="cpu")
+        for name, p in self.named_parameters():
+            std = 0.02
+            if "lambda" in name:
+                std = 0.1
+            elif "out_proj" in name or "down_proj" in name:
+                std = 0.02 / math.sqrt(2 * config.n_layer)
+            digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
+            draw = torch.randn(p.shape, generator=generator, dtype=torch.float32, device="cpu") * std
+            with torch.no_grad():
+                p.copy_(torch.ones(p.shape) if "norm" in name or "subln" in name else draw)
+
+    def forward(self, idx, targets=None, state=None, pos=0):
+        """logits (B, T, vocab_size) and the mean loss in nats; without targets the last position's logits alone,
+        (B, 1, vocab_size), and None. state: see hidden()."""
+        x = self.hidden(idx, state, pos)
+        x = x if targets is not None else x[:, -1:]
+        logits = F.linear(x, self.wte.weight)[..., : self.config.vocab_size]
+        loss = None if targets is None else F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten())
+        return logits, loss
+
+    def hidden(self, idx, state=None, pos=0):
+        """What the head reads, (B, T, C), for the tokens at positions pos..pos+T-1.
+        state: one dict per layer, empty to begin with; see Attention.forward."""
+        position = torch.arange(pos, pos + idx.shape[1], device=idx.device)
+        rope = rotary(position, self.config.n_embd // self.config.n_head, self.config.rope_theta)
+        x = self.wte(idx)
+        for i, block in enumerate(self.blocks):
+            x = block(x, rope, state and state[i])
+        return self.norm(x)
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None):
+        """Continues idx, (B, T) int64: yields max_new_tokens times the next token of each row, (B,) int64.
+
+        temperature 0 takes the likeliest; top_k keeps that many; top_p the fewest whose probabilities reach it.
+        A step costs the linear arms the same for ever. The softmax arms have room for block_size tokens (of a longer
+        idx they see the last ones); when it is full they begin again from the last block_size / 2, because keys
+        dropped one by one would leave behind values that still depend on them. ValueError for impossible arguments."""
+        if idx.ndim != 2 or idx.shape[1] == 0:
+            raise ValueError(f"idx must be (B, T) with at least one token, not {tuple(idx.shape)}")
+        if not temperature >= 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
+            raise ValueError(f"need temperature >= 0, top_k >= 1, 0 < top_p <= 1: {temperature=} {top_k=} {top_p=}")
+        cache = self.config.block_size if ATTENTION[self.config.attn] is SoftmaxAttention else None
+        kept = idx[:, -cache:] if cache else idx
+        x, pos, state = kept, 0, [{} for _ in self.blocks]
+        for _ in range(max_new_tokens):
+            if cache and pos + x.shape[1] > cache:
+                x, pos, state = kept[:, -max(1, cache // 2) :], 0, [{} for _ in self.blocks]
+            logits, _ = self(x, state=state, pos=pos)
+            pos += x.shape[1]
+            x = pick(logits[:, -1], temperature, top_k, top_p, generator)
+            if cache:
+                kept = torch.cat((kept, x), 1)[:, -cache:]
+            yield x[:, 0]
+
+    def flops_per_token(self, T):
+        """FLOPs to train the *softmax* model of this size on one token of a sequence of T, whatever self is: so an arm
+        that does more work never shows a better MFU.
+
+        N parameters, each in one multiply and one add forward and two of each backward: 6 N. Attention: q k^T and A V
+        are 2 C T each forward, over the full T (causality not discounted), and twice that backward: 12 C T a layer.
+        PaLM (arXiv 2204.02311), appendix B, and nanoGPT. The tied embedding counts once, as the head."""
+        N = sum(p.numel() for name, p in self.named_parameters() if "lambda" not in name and "subln" not in name)
+        return 6 * N + 12 * self.config.n_layer * self.config.n_embd * T
+
+    def save(self, path, **extra):
+        """Writes the model and extra (tensors and plain values, flat beside `config` and `model`) to path: to a
+        temporary file that is flushed to the disk and renamed, so that path is always whole."""
+        checkpoint = dict(config=asdict(self.config), model=self.state_dict(), **extra)
+        temporary = f"{path}.tmp"
+        try:
+            with open(temporary, "wb") as f:
+                torch.save(checkpoint, f)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            if os.path.exists(temporary):
+                os.unlink(temporary)
+            raise
+
+    @classmethod
+    def load(cls, path, device="cpu"):
+        """The model that save() wrote, on device; what else was saved is in its .extra. Runs no code from the file.
+        ValueError for a file that is not ours or is cut short."""
+        with open(path, "rb") as f:
+            try:
+                checkpoint = torch.load(f, map_location="cpu", weights_only=True)
+                config, weights = checkpoint.pop("config"), checkpoint.pop("model")
+                model = cls(GPTConfig(**config), seed=None)
+                model.load_state_dict(weights, assign=True)
+            except Exception as e:  # of a dozen classes, depending on the byte that is wrong
+                why = f"{type(e).__name__}: {e}".splitlines()[0][:120]
+                raise ValueError(f"{path} is not a whole checkpoint of this project ({why})") from None
+        model.extra = checkpoint
+        return model.to(device)
+
+
+@torch.no_grad()
+def demo():
+    """One screen: the four arms' sizes, how near their three forms are, and their maps of a short sentence."""
+    words = "the cat sat on the mat".split()
+    idx, maps = torch.tensor([[sorted(words).index(word) for word in words]]), {}
+    print("               parameters   lambda   fast - map   fast - steps   (largest difference of a logit, float64)")
+    for attn in ATTENTION:
+        model = GPT(GPTConfig(attn=attn, block_size=256, vocab_size=257, n_layer=2, n_head=4, n_embd=64)).double()
+        layers, state = [block.attn for block in model.blocks], [{} for _ in model.blocks]
+        for layer in layers:  # at N(0, 0.02) every map is nearly flat: nothing to see
+            layer.q_proj.weight *= 8
+            layer.k_proj.weight *= 8
+        fast, _ = model(idx, idx)
+        steps = [model(idx[:, t : t + 1], state=state, pos=t)[0] for t in range(len(words))]
+        for layer in layers:
+            layer.flash = False
+        errors = [(other - fast).abs().max() for other in (model(idx, idx)[0], torch.cat(steps, 1))]
+        maps[attn] = layers[0].map(model.blocks[0].norm1(model.wte(idx)))[0, 0]
+        lam = f"{layers[0].lambda_full():.3f}" if layers[0].diff else ""
+        print(f"{attn:<15}{sum(p.numel() for p in model.parameters()):>10,}{lam:>9}{errors[0]:>13.0e}{errors[1]:>15.0e}")
+    for pair in (("softmax", "diff"), ("linear", "diff_linear")):
+        print("\n" + "      ".join(f"{name + ', first head':<41}  sum" for name in pair))
+        for i, word in enumerate(words):
+            rows = [(maps[name][i, : i + 1].tolist(), maps[name][i].sum()) for name in pair]
+            print("      ".join(f"{word:<5}" + f"{''.join(f'{a:6.2f}' for a in row):<36}{s:5.2f}" for row, s in rows))
+
+
+if __name__ == "__main__":
+    demo()
