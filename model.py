@@ -2,17 +2,19 @@
 Four attentions in one GPT, each written in three forms.
 
                 one map         the difference of two maps
-    softmax     softmax         diff            (Differential Transformer, arXiv 2410.05258)
-    linear      linear          diff_linear     (Transformers are RNNs, arXiv 2006.16236)
+    softmax     softmax         diff
+    linear      linear          diff_linear
 
+diff is the Differential Transformer's (arXiv 2410.05258, "the paper" below), linear that of Transformers are RNNs
+(arXiv 2006.16236), diff_linear the same difference of two linear maps.
 Attention multiplies the values V by a causal T x T matrix A, "the map". Everything below computes A V:
     the map    A itself, O(T^2), reads like the equation: to look at, to teach, to test
     the fast   A V without ever holding A: to train
     the step   one token at a time from a state: to sample
 
 Shapes: B batch, T time, C channels (n_embd), H heads of the softmax model (n_head), d = C/H.
-q and k are (B, H, T, d) in every arm. A differential head h is made of the two neighbours 2h and 2h+1, so that a
-differential arm has h = H/2 heads and v is (B, H/2, T, 2d): the head count is halved, never d. Elsewhere h = H.
+q and k are (B, H, T, d) in every arm. Head j of a differential arm is made of the neighbours 2j and 2j+1 of q and k, so
+it has h = H/2 heads and v is (B, H/2, T, 2d): the head count is halved, never d. In the other arms h = H.
 
 The block around them: pre-RMSNorm, SwiGLU, rotary positions, no biases, no dropout, tied embedding.
 `python model.py` shows all of it on one screen.
@@ -51,7 +53,7 @@ class GPTConfig:
             if not ok:
                 raise ValueError(f"{name} must be {rule}, not {getattr(self, name)!r}")
 
-        check("attn", self.attn in ATTENTION, f"one of {', '.join(ATTENTION)}")
+        check("attn", self.attn in list(ATTENTION), f"one of {', '.join(ATTENTION)}")
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
             value = getattr(self, name)
             check(name, type(value) is int and value > 0, "a positive integer")
@@ -64,16 +66,6 @@ class GPTConfig:
         real = lambda x: type(x) in (int, float) and math.isfinite(x)
         check("rope_theta", real(self.rope_theta) and self.rope_theta >= 0, "a finite number, at least 0")
         check("lambda_init", self.lambda_init is None or real(self.lambda_init), "None or a finite number")
-
-
-def pick_device(name=None):
-    """torch.device(name), or cuda where there is one, else cpu. ValueError for one that can't be used here."""
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.zeros(1, device=name).item()
-    except (RuntimeError, AssertionError) as e:
-        raise ValueError(f"device {name} can't be used here: {str(e).splitlines()[0][:70]}") from None
-    return torch.device(name)
 
 
 def wide(x):
@@ -103,11 +95,11 @@ def rotate(x, rope):
 
 
 class Attention(nn.Module):
-    """What the four share: projections, heads, the difference, lambda, the head-wise norm.
+    """What the four share.
 
     layer(x) maps (B, T, C) to (B, T, C) at positions 0..T-1, layer.map(x) is the map (B, h, T, T).
-    layer.scores(q, k), (B, H, T, T), is what stands before the normalisation, for every branch: replace it on an
-    instance with flash off, and both follow.
+    layer.scores(q, k), (B, H, T, T), is what stands before the normalisation, in every branch: the map goes through it,
+    and with layer.flash = False so does layer(x), so that a measurement can look at the scores or replace them.
     Names and shapes of the parameters are those of Microsoft's released layer, whose weights load as they are."""
 
     def __init__(self, config, depth):
@@ -123,12 +115,12 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(C, C, bias=False)
         self.out_proj = nn.Linear(C, C, bias=False)
         subln = self.diff if config.subln is None else config.subln
-        self.subln = nn.RMSNorm(C // self.h, eps=NORM_EPS) if subln else None
+        self.subln = nn.RMSNorm(C // self.h, eps=NORM_EPS) if subln else None  # one weight for all heads
         if self.diff:
             given = config.lambda_init
             self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth) if given is None else given
             for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
-                self.register_parameter(name, nn.Parameter(0.1 * torch.randn(self.d)))
+                setattr(self, name, nn.Parameter(0.1 * torch.randn(self.d)))
 
     def lambda_full(self):
         """lambda of Eq. 2, a scalar shared by the layer's heads. Sums of products, since autocast would make bf16
@@ -150,26 +142,33 @@ class Attention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (self.h, -1)).transpose(1, 2)
         return q, k, v
 
-    def rope(self, x):
-        """The rotation of positions 0..T-1 for x (B, H, T, d)."""
-        return rotary(torch.arange(x.shape[2], device=x.device), self.d, self.rope_theta)
+    def rope(self, x, start=0):
+        """The rotation of positions start..start+T-1 for x (B, H, T, d)."""
+        return rotary(torch.arange(start, start + x.shape[2], device=x.device), self.d, self.rope_theta)
 
     def map(self, x):
-        """The map A of x (B, T, C): (B, h, T, T), zero above the diagonal, signed where it is signed."""
+        """The map A of x (B, T, C): (B, h, T, T), zero above the diagonal, signed where it is signed.
+        Of a trained model look at it in float32: bf16 rounds large scores before the softmax."""
         q, k, _ = self.project(x)
         return self.weights(q, k)
 
     def forward(self, x, rope=None, state=None):
-        """x (B, T, C) to (B, T, C). state: None to train; an empty dict is filled on the way (prefill); a filled one
-        takes x as the next token (T = 1) and moves on."""
+        """x (B, T, C) to (B, T, C).
+
+        state: None to train. An empty dict makes this a prefill, which fills it on the way. With a filled one x is the
+        next token (T = 1), and the state moves on in place, without gradients.
+        rope: the rotation of x's positions, when the layers of a model share it."""
         q, k, v = self.project(x)
-        rope = rope or self.rope(q)
+        start = state["T"] if state else 0
+        rope = rope or self.rope(q, start)
         if state:
             y = self.step(q, k, v, rope, state)
         elif self.flash or state is not None:
             y = self.fast(q, k, v, rope, state)
         else:
             y = self.weights(q, k).to(v.dtype) @ v
+        if state is not None:
+            state["T"] = start + x.shape[1]
         # y is (B, h, T, C/h)
         if self.subln is not None:
             y = F.rms_norm(wide(y), y.shape[-1:], wide(self.subln.weight), NORM_EPS)
@@ -203,7 +202,7 @@ class SoftmaxAttention(Attention):
     def fast(self, q, k, v, rope, state):
         q, k = rotate(q, rope), rotate(k, rope)
         if state is not None:  # room for block_size keys and values
-            state["T"] = T = k.shape[2]
+            T = k.shape[2]
             state["k"] = k.new_empty(k.shape[0], self.n_head, self.block_size, k.shape[-1])
             state["v"] = v.new_empty(v.shape[0], self.h, self.block_size, v.shape[-1])
             state["k"][:, :, :T], state["v"][:, :, :T] = k, v
@@ -212,13 +211,15 @@ class SoftmaxAttention(Attention):
     def step(self, q, k, v, rope, state):
         """The last row of the map, over the cache."""
         q, k, t = rotate(q, rope), rotate(k, rope), state["T"]
-        state["k"][:, :, t : t + 1], state["v"][:, :, t : t + 1], state["T"] = k, v, t + 1
+        if t == self.block_size:
+            raise ValueError(f"the cache is full at block_size={t} tokens: prefill again, from an empty state")
+        state["k"][:, :, t : t + 1], state["v"][:, :, t : t + 1] = k, v
         S = q @ state["k"][:, :, : t + 1].mT / math.sqrt(self.d)  # (B, H, 1, t + 1)
         return self.difference(wide(S).softmax(-1)).to(v.dtype) @ state["v"][:, :, : t + 1]
 
 
 def phi(x):
-    """The feature map elu(x) + 1 (arXiv 2006.16236, Eq. 7), written so that bf16 keeps its tail below x = -7."""
+    """The feature map elu(x) + 1 (arXiv 2006.16236, Eq. 7), written so that bf16 keeps its tail below x = -6."""
     return x.relu() + x.clamp(max=0).exp()
 
 
@@ -226,7 +227,7 @@ def chunkwise(q, k, v):
     """sum over j <= i of (q_i . k_j) v_j, in O(T): a masked matmul inside each chunk, and for all that came before
     it the state S = sum of k_j v_j^T. q, k (B, h, T, D), v (B, h, T, d_v); returns that and the last S (B, h, D, d_v)."""
     T = q.shape[2]
-    q, k, v = (F.pad(x.to(v.dtype), (0, 0, 0, -T % CHUNK)).unflatten(2, (-1, CHUNK)) for x in (q, k, v))
+    q, k, v = (F.pad(x.to(v.dtype).contiguous(), (0, 0, 0, -T % CHUNK)).unflatten(2, (-1, CHUNK)) for x in (q, k, v))
     inside = (q @ k.mT).tril() @ v  # (B, h, chunks, CHUNK, d_v)
     S = wide(k.mT @ v).cumsum(2)  # (B, h, chunks, D, d_v), summed in float32 up to each chunk's end
     before = F.pad(S[:, :, :-1], (0, 0, 0, 0, 1, 0)).to(v.dtype)  # up to each chunk's beginning
@@ -275,12 +276,7 @@ class LinearAttention(Attention):
         return wide(q) @ state["S"]  # (B, h, 1, d_v)
 
 
-ATTENTION = {
-    "softmax": SoftmaxAttention,
-    "diff": SoftmaxAttention,
-    "linear": LinearAttention,
-    "diff_linear": LinearAttention,
-}
+ATTENTION = dict(softmax=SoftmaxAttention, diff=SoftmaxAttention, linear=LinearAttention, diff_linear=LinearAttention)
 
 
 class SwiGLU(nn.Module):
@@ -312,12 +308,12 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-def pick(logits, temperature, top_k, top_p, generator):
+def next_token(logits, temperature, top_k, top_p, generator):
     """The next token, (B, 1) int64, from logits (B, V): see GPT.generate."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     logits, token = wide(logits).sort(-1, descending=True)
-    p = (logits / temperature).softmax(-1)
+    p = ((logits - logits[:, :1]) / temperature).softmax(-1)
     if top_k is not None:
         p[:, top_k:] = 0
     if top_p is not None:  # stays: what has less than top_p before it
@@ -344,57 +340,50 @@ class GPT(nn.Module):
             return
         self.to_empty(device="cpu")
         for name, p in self.named_parameters():
-            std = 0.02
-            if "lambda" in name:
-                std = 0.1
-            elif "out_proj" in name or "down_proj" in name:
-                std = 0.02 / math.sqrt(2 * config.n_layer)
             digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
+            std = 0.1 if "lambda" in name else 0.02
+            if "out_proj" in name or "down_proj" in name:
+                std /= math.sqrt(2 * config.n_layer)
             draw = torch.randn(p.shape, generator=generator, dtype=torch.float32, device="cpu") * std
             with torch.no_grad():
                 p.copy_(torch.ones(p.shape) if "norm" in name or "subln" in name else draw)
 
-    def forward(self, idx, targets=None, state=None, pos=0):
+    def forward(self, idx, targets=None, state=None):
         """logits (B, T, vocab_size) and the mean loss in nats; without targets the last position's logits alone,
-        (B, 1, vocab_size), and None. state: see hidden()."""
-        x = self.hidden(idx, state, pos)
-        x = x if targets is not None else x[:, -1:]
-        logits = F.linear(x, self.wte.weight)[..., : self.config.vocab_size]
-        loss = None if targets is None else F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten())
-        return logits, loss
-
-    def hidden(self, idx, state=None, pos=0):
-        """What the head reads, (B, T, C), for the tokens at positions pos..pos+T-1.
-        state: one dict per layer, empty to begin with; see Attention.forward."""
-        position = torch.arange(pos, pos + idx.shape[1], device=idx.device)
+        (B, 1, vocab_size), and None. state: one dict per layer, empty to begin with; see Attention.forward."""
+        start = state[0].get("T", 0) if state else 0
+        position = torch.arange(start, start + idx.shape[1], device=idx.device)
         rope = rotary(position, self.config.n_embd // self.config.n_head, self.config.rope_theta)
         x = self.wte(idx)
         for i, block in enumerate(self.blocks):
             x = block(x, rope, state and state[i])
-        return self.norm(x)
+        x = self.norm(x if targets is not None else x[:, -1:])
+        logits = F.linear(x, self.wte.weight)[..., : self.config.vocab_size]
+        loss = None if targets is None else F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten())
+        return logits, loss
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None):
         """Continues idx, (B, T) int64: yields max_new_tokens times the next token of each row, (B,) int64.
 
         temperature 0 takes the likeliest; top_k keeps that many; top_p the fewest whose probabilities reach it.
-        A step costs the linear arms the same for ever. The softmax arms have room for block_size tokens (of a longer
-        idx they see the last ones); when it is full they begin again from the last block_size / 2, because keys
-        dropped one by one would leave behind values that still depend on them. ValueError for impossible arguments."""
+        A step costs the linear arms the same however long it runs. The softmax arms have room for block_size tokens (of
+        a longer idx they see the last ones); when it is full they begin again from the last block_size / 2, because
+        keys dropped one by one would leave behind values that still depend on them. The first next() raises ValueError
+        for impossible arguments."""
         if idx.ndim != 2 or idx.shape[1] == 0:
             raise ValueError(f"idx must be (B, T) with at least one token, not {tuple(idx.shape)}")
         if not temperature >= 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
             raise ValueError(f"need temperature >= 0, top_k >= 1, 0 < top_p <= 1: {temperature=} {top_k=} {top_p=}")
         cache = self.config.block_size if ATTENTION[self.config.attn] is SoftmaxAttention else None
         kept = idx[:, -cache:] if cache else idx
-        x, pos, state = kept, 0, [{} for _ in self.blocks]
+        x, state = kept, [{} for _ in self.blocks]
         for _ in range(max_new_tokens):
-            if cache and pos + x.shape[1] > cache:
-                x, pos, state = kept[:, -max(1, cache // 2) :], 0, [{} for _ in self.blocks]
-            logits, _ = self(x, state=state, pos=pos)
-            pos += x.shape[1]
-            x = pick(logits[:, -1], temperature, top_k, top_p, generator)
+            if cache and state[0].get("T") == cache:
+                x, state = kept[:, -max(1, cache // 2) :], [{} for _ in self.blocks]
+            logits, _ = self(x, state=state)
+            x = next_token(logits[:, -1], temperature, top_k, top_p, generator)
             if cache:
                 kept = torch.cat((kept, x), 1)[:, -cache:]
             yield x[:, 0]
@@ -419,6 +408,7 @@ class GPT(nn.Module):
                 torch.save(checkpoint, f)
                 f.flush()
                 os.fsync(f.fileno())
+            torch.load(temporary, weights_only=True, mmap=True)  # raises here, not when it is needed
             os.replace(temporary, path)
         except BaseException:
             if os.path.exists(temporary):
@@ -446,8 +436,9 @@ class GPT(nn.Module):
 def demo():
     """One screen: the four arms' sizes, how near their three forms are, and their maps of a short sentence."""
     words = "the cat sat on the mat".split()
-    idx, maps = torch.tensor([[sorted(words).index(word) for word in words]]), {}
-    print("               parameters   lambda   fast - map   fast - steps   (largest difference of a logit, float64)")
+    sentence, maps = torch.tensor([[sorted(words).index(word) for word in words]]), {}
+    idx = torch.randint(257, (1, 200), generator=torch.Generator().manual_seed(0))
+    print("               parameters   lambda   fast - map   fast - steps   (largest difference of a logit, 200 tokens, float64)")
     for attn in ATTENTION:
         model = GPT(GPTConfig(attn=attn, block_size=256, vocab_size=257, n_layer=2, n_head=4, n_embd=64)).double()
         layers, state = [block.attn for block in model.blocks], [{} for _ in model.blocks]
@@ -455,11 +446,11 @@ def demo():
             layer.q_proj.weight *= 8
             layer.k_proj.weight *= 8
         fast, _ = model(idx, idx)
-        steps = [model(idx[:, t : t + 1], state=state, pos=t)[0] for t in range(len(words))]
+        steps = [model(idx[:, t : t + 1], state=state)[0] for t in range(idx.shape[1])]
         for layer in layers:
             layer.flash = False
         errors = [(other - fast).abs().max() for other in (model(idx, idx)[0], torch.cat(steps, 1))]
-        maps[attn] = layers[0].map(model.blocks[0].norm1(model.wte(idx)))[0, 0]
+        maps[attn] = layers[0].map(model.blocks[0].norm1(model.wte(sentence)))[0, 0]
         lam = f"{layers[0].lambda_full():.3f}" if layers[0].diff else ""
         print(f"{attn:<15}{sum(p.numel() for p in model.parameters()):>10,}{lam:>9}{errors[0]:>13.0e}{errors[1]:>15.0e}")
     for pair in (("softmax", "diff"), ("linear", "diff_linear")):

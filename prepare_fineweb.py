@@ -66,6 +66,18 @@ def number(least=-math.inf, above=-math.inf, most=math.inf):
     return parse
 
 
+def pick_device(name=None):
+    """torch.device(name), or cuda where there is one, else cpu. ValueError for one that can't be used here."""
+    import torch
+
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.zeros(1, device=name, dtype=torch.float64).item()  # rotary angles need it, and mps has none
+    except (RuntimeError, AssertionError, TypeError) as e:
+        raise ValueError(f"device {name} can't be used here: {str(e).splitlines()[0][:70]}") from None
+    return torch.device(name)
+
+
 def get_tokenizer(name):
     """tiktoken's gpt2 (50,257 tokens), or bytes: 256 single bytes and <|endoftext|>, which needs no download.
     Raises ValueError for another name, and for gpt2 where its vocabulary can't be had."""

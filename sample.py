@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from model import GPT, pick_device
-from prepare_fineweb import EOT, Parser, count, get_tokenizer, number, whole
+from model import GPT
+from prepare_fineweb import EOT, Parser, count, get_tokenizer, number, pick_device, whole
 
 
 def parse(argv):

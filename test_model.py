@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import model as model_module
 import sample
 import train
-from model import ATTENTION, CHUNK, GPT, GPTConfig, phi, pick, rotary, rotate
+from model import ATTENTION, GPT, GPTConfig, next_token, phi, rotary, rotate
 from prepare_fineweb import EOT, Shards, get_tokenizer
 
 HERE = Path(__file__).parent
@@ -54,10 +54,8 @@ def random(*shape, seed=0):
 
 def steps(layer, x):
     """layer(x), one token at a time: the first as a prefill of one, the rest as steps."""
-    state, out = {}, []
-    for t in range(x.shape[1]):
-        out.append(layer(x[:, t : t + 1], rotary(torch.tensor([t]), layer.d, layer.rope_theta), state))
-    return torch.cat(out, 1)
+    state = {}
+    return torch.cat([layer(x[:, t : t + 1], state=state) for t in range(x.shape[1])], 1)
 
 
 def relative(a, b):
@@ -86,7 +84,7 @@ def test_prefill_then_steps(attn):
     with torch.no_grad():
         out = [layer(x[:, :130], state=state)]
         for t in range(130, 150):
-            out.append(layer(x[:, t : t + 1], rotary(torch.tensor([t]), layer.d, layer.rope_theta), state))
+            out.append(layer(x[:, t : t + 1], state=state))
         assert (torch.cat(out, 1) - layer(x)).abs().max() < 1e-10
 
 
@@ -316,6 +314,7 @@ def test_long_sums_stay_in_float32():
     "wrong,names",
     [
         (dict(attn="cosine"), "attn"),
+        (dict(attn=["diff"]), "attn"),
         (dict(n_embd=30), "n_embd"),
         (dict(n_embd=36, n_head=4), "even"),
         (dict(attn="diff", n_head=1), "n_head"),
@@ -405,6 +404,18 @@ def test_first_loss_is_that_of_guessing(attn):
 
 
 @pytest.mark.parametrize("attn", ALL)
+def test_compiles_to_one_graph_for_any_length(attn):
+    torch._dynamo.reset()
+    model = tiny(attn, n_layer=1)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for T in (65, 64):
+        idx = torch.randint(97, (3, T), generator=seeded(T))
+        loss = compiled(idx, idx)[1]
+        loss.backward()
+        assert loss.item() == pytest.approx(model(idx, idx)[1].item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("attn", ALL)
 def test_overfits_one_batch(attn):
     torch.manual_seed(0)
     model, idx = tiny(attn), torch.randint(97, (4, 33), generator=seeded(0))
@@ -459,16 +470,24 @@ def test_linear_state_has_one_size(attn):
     state = [{} for _ in model.blocks]
     with torch.no_grad():
         model(torch.zeros(1, 5, dtype=torch.int64), state=state)
-        for pos in range(5, 100):
-            model(torch.zeros(1, 1, dtype=torch.int64), state=state, pos=pos)
-            sizes.add(sum(t.numel() for s in state for t in s.values()))
+        for _ in range(100):
+            model(torch.zeros(1, 1, dtype=torch.int64), state=state)
+            sizes.add(sum(t.numel() for s in state for t in s.values() if torch.is_tensor(t)))
     assert len(sizes) == 1
+
+
+def test_a_full_cache_says_so():
+    layer, state = layer_of("diff", block_size=4), {}
+    layer(random(1, 3, 32), state=state)
+    layer(random(1, 1, 32), state=state)
+    with pytest.raises(ValueError, match="full"):
+        layer(random(1, 1, 32), state=state)
 
 
 def test_choices_follow_temperature_top_k_and_top_p():
     p = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
     logits, g = p.log()[:, [2, 0, 3, 1]].expand(20_000, -1), seeded(0)  # token 1 is likeliest, then 3, 0, 2
-    share = lambda **how: torch.bincount(pick(logits, **dict(temperature=1, top_k=None, top_p=None) | how, generator=g)[:, 0],
+    share = lambda **how: torch.bincount(next_token(logits, **dict(temperature=1, top_k=None, top_p=None) | how, generator=g)[:, 0],
                                          minlength=4)[[1, 3, 0, 2]] / 20_000  # fmt: skip
     close = lambda a, b: torch.allclose(a, torch.tensor(b), atol=0.02)
     assert close(share(), [0.5, 0.3, 0.15, 0.05])
@@ -478,7 +497,7 @@ def test_choices_follow_temperature_top_k_and_top_p():
     assert close(share(top_p=0.79), [0.625, 0.375, 0, 0])  # the fewest that reach 0.79
     assert close(share(top_p=0.81), [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0])
     assert close(share(top_p=1.0), [0.5, 0.3, 0.15, 0.05]) and close(share(top_p=1e-9), [1.0, 0, 0, 0])
-    assert close(share(temperature=1e-4), [1.0, 0, 0, 0])
+    assert close(share(temperature=1e-4), [1.0, 0, 0, 0]) and close(share(temperature=1e-38), [1.0, 0, 0, 0])
 
 
 def test_generate_is_repeatable_and_refuses_the_impossible():
@@ -531,6 +550,14 @@ def test_load_refuses_what_is_not_ours(tmp_path, monkeypatch):
     assert not Path("boom").exists()
     with pytest.raises(FileNotFoundError):
         GPT.load("nowhere.pt", "cpu")
+
+
+def test_save_refuses_what_load_would_refuse(tmp_path):
+    model = tiny("softmax")
+    model.save(tmp_path / "ckpt.pt", step=1)
+    with pytest.raises(pickle.UnpicklingError):
+        model.save(tmp_path / "ckpt.pt", where=tmp_path)
+    assert GPT.load(tmp_path / "ckpt.pt").extra["step"] == 1 and os.listdir(tmp_path) == ["ckpt.pt"]
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
@@ -684,6 +711,7 @@ def test_sample_streams_whole_characters_and_stops_at_eot(tmp_path, monkeypatch,
         (train, ["--seed=-1"], "--seed"),
         (train, ["--n_head=3"], "n_embd must be divisible by n_head=3"),
         (train, ["--attn=diff", "--n_head=1"], "n_head must be even for diff"),
+        (train, ["--n_embd=1e9"], "no room"),
         (train, ["--total_batch=3000"], "the nearest is 2048"),
         (train, ["--device=tpu9"], "tpu9"),
         (train, ["--device=cuda:99"], "cuda:99"),

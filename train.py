@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from model import ATTENTION, GPT, GPTConfig, pick_device
-from prepare_fineweb import Parser, Shards, count, get_tokenizer, number, shards_tokenizer, whole
+from model import ATTENTION, GPT, GPTConfig
+from prepare_fineweb import Parser, Shards, count, get_tokenizer, number, pick_device, shards_tokenizer, whole
 
 PRESETS = {
     "toy": dict(n_layer=4, n_head=4, n_embd=128, block_size=256, batch_size=8, steps=500, lr=2e-3, warmup=50,
@@ -211,6 +211,10 @@ def main(argv=None):
         if not split.sequences(args.block_size):
             p.fail(f"the {name} split has {split.tokens} tokens, and one sequence needs {args.block_size + 1}: "
                     "give more --data or a smaller --block_size")  # fmt: skip
+    try:
+        raw = GPT(config, seed=args.seed).to(args.device)
+    except (RuntimeError, MemoryError) as e:
+        p.fail(f"there is no room for this model: {str(e).splitlines()[0]}")
     log_path, ckpt_path = args.out / "log.jsonl", args.out / "ckpt.pt"
     if log_path.exists() and not args.restart:
         p.fail(f"{args.out} holds a run already: --restart trains it anew, --out=… writes elsewhere")
@@ -221,7 +225,6 @@ def main(argv=None):
     except OSError as e:
         p.fail(f"can't write to --out: {e}")
 
-    raw = GPT(config, seed=args.seed).to(args.device)
     model = torch.compile(raw) if args.compile else raw
     decay = [q for q in raw.parameters() if q.ndim >= 2]
     rest = [q for q in raw.parameters() if q.ndim < 2]
