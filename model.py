@@ -58,7 +58,7 @@ class GPTConfig:
             value = getattr(self, name)
             check(name, type(value) is int and value > 0, "a positive integer")
         H, C = self.n_head, self.n_embd
-        check("n_head", self.attn in ("softmax", "linear") or H % 2 == 0, f"even for {self.attn}, whose heads are pairs")
+        check("n_head", self.attn in ("softmax", "linear") or H % 2 == 0, f"even for {self.attn} (pairs of heads)")
         check("n_embd", C % H == 0, f"divisible by n_head={H}")
         check("n_embd", C // H % 2 == 0 and C >= 4, f"an even multiple of n_head={H} (rotary pairs), at least 4")
         check("flash", type(self.flash) is bool, "True or False")
@@ -206,7 +206,8 @@ class SoftmaxAttention(Attention):
             state["k"] = k.new_empty(k.shape[0], self.n_head, self.block_size, k.shape[-1])
             state["v"] = v.new_empty(v.shape[0], self.h, self.block_size, v.shape[-1])
             state["k"][:, :, :T], state["v"][:, :, :T] = k, v
-        return self.difference(sdpa(q, k, v.repeat_interleave(2, 1) if self.diff else v))  # (A1 - l A2) V = A1 V - l A2 V
+        v = v.repeat_interleave(2, 1) if self.diff else v
+        return self.difference(sdpa(q, k, v))  # (A1 - lambda A2) V = A1 V - lambda A2 V
 
     def step(self, q, k, v, rope, state):
         """The last row of the map, over the cache."""
@@ -225,7 +226,7 @@ def phi(x):
 
 def chunkwise(q, k, v):
     """sum over j <= i of (q_i . k_j) v_j, in O(T): a masked matmul inside each chunk, and for all that came before
-    it the state S = sum of k_j v_j^T. q, k (B, h, T, D), v (B, h, T, d_v); returns that and the last S (B, h, D, d_v)."""
+    it the state S = sum of k_j v_j^T. q, k (B, h, T, D), v (B, h, T, d_v) to (B, h, T, d_v), and S at T."""
     T = q.shape[2]
     q, k, v = (F.pad(x.to(v.dtype).contiguous(), (0, 0, 0, -T % CHUNK)).unflatten(2, (-1, CHUNK)) for x in (q, k, v))
     inside = (q @ k.mT).tril() @ v  # (B, h, chunks, CHUNK, d_v)
@@ -438,7 +439,7 @@ def demo():
     words = "the cat sat on the mat".split()
     sentence, maps = torch.tensor([[sorted(words).index(word) for word in words]]), {}
     idx = torch.randint(257, (1, 200), generator=torch.Generator().manual_seed(0))
-    print("               parameters   lambda   fast - map   fast - steps   (largest difference of a logit, 200 tokens, float64)")
+    print("               parameters   lambda   fast - map   fast - steps   (largest in the logits of 200 tokens, float64)")
     for attn in ATTENTION:
         model = GPT(GPTConfig(attn=attn, block_size=256, vocab_size=257, n_layer=2, n_head=4, n_embd=64)).double()
         layers, state = [block.attn for block in model.blocks], [{} for _ in model.blocks]
@@ -452,7 +453,8 @@ def demo():
         errors = [(other - fast).abs().max() for other in (model(idx, idx)[0], torch.cat(steps, 1))]
         maps[attn] = layers[0].map(model.blocks[0].norm1(model.wte(sentence)))[0, 0]
         lam = f"{layers[0].lambda_full():.3f}" if layers[0].diff else ""
-        print(f"{attn:<15}{sum(p.numel() for p in model.parameters()):>10,}{lam:>9}{errors[0]:>13.0e}{errors[1]:>15.0e}")
+        size = sum(p.numel() for p in model.parameters())
+        print(f"{attn:<15}{size:>10,}{lam:>9}{errors[0]:>13.0e}{errors[1]:>15.0e}")
     for pair in (("softmax", "diff"), ("linear", "diff_linear")):
         print("\n" + "      ".join(f"{name + ', first head':<41}  sum" for name in pair))
         for i, word in enumerate(words):

@@ -21,7 +21,7 @@ def parse(argv):
     p.add_argument("--prompt", default="", help=f"the text to go on from (none: {EOT}, the start of a document)")
     p.add_argument("--ckpt", type=Path, help="the checkpoint (the newest under out/)")
     p.add_argument("--num_samples", type=count, default=1, help="continuations, made as one batch (1)")
-    p.add_argument("--max_new_tokens", type=count, default=500, help=f"tokens of each, unless {EOT} ends it before (500)")
+    p.add_argument("--max_new_tokens", type=count, default=500, help=f"tokens of each, unless {EOT} ends it (500)")
     p.add_argument("--temperature", type=number(0), default=0.8, help="below 1 is safer, 0 takes the likeliest (0.8)")
     p.add_argument("--top_k", type=count, help="choose among the k likeliest tokens (all)")
     p.add_argument("--top_p", type=number(above=0, most=1), help="among the likeliest that together reach p (all)")
@@ -55,7 +55,8 @@ def main(argv=None):
     how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, generator=generator)
     # a token may hold half a character: the decoders keep it back until the other half comes
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(args.num_samples)]
-    texts, going, made, start, first = [args.prompt] * args.num_samples, set(range(args.num_samples)), 0, time.time(), None
+    texts, going = [args.prompt] * args.num_samples, set(range(args.num_samples))
+    made, start, first = 0, time.time(), None
     bfloat16 = args.dtype == "bfloat16" or (args.dtype is None and device.type == "cuda")
     print(args.prompt, end="", flush=True)
     with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
@@ -76,7 +77,7 @@ def main(argv=None):
     print(decoders[0].decode(b"", final=True))
     for i in range(1, args.num_samples):
         print(f"\n--- sample {i + 1}\n{texts[i]}{decoders[i].decode(b'', final=True)}")
-    print(f"{made} tokens in {seconds:.2f} s: {made / seconds:,.0f} tokens/s, the first after {first:.3f} s", file=sys.stderr)
+    print(f"{made} tokens in {seconds:.2f} s: {made / seconds:,.0f} tokens/s, first after {first:.3f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import argparse
 import hashlib
 import json
 import math
-import os
 import sys
 import time
 from dataclasses import asdict, fields
@@ -45,7 +44,7 @@ def parse(argv):
     g = p.add_argument_group("what is trained, on what (defaults come from the preset)")
     g.add_argument("--attn", default="softmax", choices=ATTENTION, help="the attention (softmax)")
     g.add_argument("--preset", choices=PRESETS, help="toy, or gpt2 where there are shards and a CUDA device")
-    g.add_argument("--data", type=Path, help=f"folder of shards or a text file ({SHARDS} for gpt2, Python's manual for toy)")
+    g.add_argument("--data", type=Path, help=f"folder of shards or text file ({SHARDS} for gpt2, Python's manual for toy)")
     g.add_argument("--out", type=Path, help="the run's folder (out/<attn> and what differs from the preset)")
     g.add_argument("--restart", action="store_true", help="train anew over a folder that holds a run")
     g = p.add_argument_group("model")
@@ -157,7 +156,7 @@ def sequences(data, T, numbers, vocab_size):
     """(len(numbers), T + 1) int64: those sequences of the data."""
     tokens = np.stack([data.sequence(int(i), T) for i in numbers])
     if tokens.max() >= vocab_size:
-        sys.exit(f"train.py: --data holds token {tokens.max()}, and its tokenizer ends below {vocab_size}: make it anew")
+        sys.exit(f"train.py: --data holds token {tokens.max()}, its tokenizer ends below {vocab_size}: make it anew")
     return torch.from_numpy(tokens)
 
 
@@ -176,7 +175,8 @@ def evaluate(model, val, args, autocast, vocab_size):
     n = min(val.sequences(args.block_size), max(1, min(args.eval_tokens, args.tokens) // args.block_size))
     total = 0.0
     for first in range(0, n, args.batch_size):
-        tokens = sequences(val, args.block_size, range(first, min(first + args.batch_size, n)), vocab_size).to(args.device)
+        tokens = sequences(val, args.block_size, range(first, min(first + args.batch_size, n)), vocab_size)
+        tokens = tokens.to(args.device)
         with autocast:
             total += model(tokens[:, :-1], tokens[:, 1:])[1].item() * len(tokens)
     return total / n
@@ -231,7 +231,9 @@ def main(argv=None):
     groups = [dict(params=decay, weight_decay=args.weight_decay), dict(params=rest, weight_decay=0.0)]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
     autocast = torch.autocast(args.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-    device_name = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    device_name = f"cpu, {torch.get_num_threads()} threads"
+    if args.device.type == "cuda":
+        device_name = torch.cuda.get_device_name(args.device)
     peak = next((flops for name, flops in PEAK.items() if name in device_name), None)
     parameters = sum(q.numel() for q in raw.parameters())
 
@@ -239,14 +241,14 @@ def main(argv=None):
         log_file.write(json.dumps(record) + "\n")
         log_file.flush()
 
-    head = {k: str(v) if isinstance(v, (Path, torch.device)) else v for k, v in vars(args).items()} | asdict(config) | what
-    head |= dict(parameters=parameters, tokenizer=tokenizer, train_tokens=train.tokens, val_tokens=val.tokens)
+    head = {k: str(v) if isinstance(v, (Path, torch.device)) else v for k, v in vars(args).items()}
+    head |= asdict(config) | what | dict(parameters=parameters, tokenizer=tokenizer, train_tokens=train.tokens, val_tokens=val.tokens)
     log(head | dict(device_name=device_name, torch=torch.__version__, python=sys.version.split()[0]))
-    print(f"{args.attn}: {parameters / 1e6:.2f} M parameters, {args.steps} steps of {args.total_batch:,} tokens, preset "
-          f"{args.preset}, {device_name}, {args.dtype}{', compiled' if args.compile else ''} -> {args.out}")  # fmt: skip
+    print(f"{args.attn}: {parameters / 1e6:.2f} M parameters, {args.steps} steps of {args.total_batch:,} tokens, "
+          f"preset {args.preset}, {device_name}, {args.dtype}{', compiled' * args.compile} -> {args.out}")  # fmt: skip
     print(f"data: {what['data']}, {train.tokens:,} tokens to train on, {val.tokens:,} val, tokenizer {tokenizer}")
     if args.data is None:
-        print("      (Python's own manual, byte by byte. The real run, on a GPU: python prepare_fineweb.py, then this again)")
+        print("      (Python's own manual, byte by byte. For the real run: a GPU, python prepare_fineweb.py, this again)")
 
     def save():
         raw.save(ckpt_path, tokenizer=tokenizer, step=step, run=head)
@@ -298,7 +300,8 @@ def main(argv=None):
             clock, since = time.perf_counter(), step
         if step % args.save_every == 0 or step == args.steps:
             save()
-    print("\n" + speak(raw, enc, args, autocast, 200, temperature=0.8, generator=torch.Generator(args.device).manual_seed(0)))
+    generator = torch.Generator(args.device).manual_seed(0)
+    print("\n" + speak(raw, enc, args, autocast, 200, temperature=0.8, generator=generator))
     print(f'\nmore of it: python sample.py --ckpt={ckpt_path} --prompt="{PROMPT}"')
 
 
