@@ -48,6 +48,8 @@ def main(argv=None):
         p.fail(str(e))
     print(f"{args.ckpt}: {model.config.attn}, step {model.extra.get('step')}", file=sys.stderr)
 
+    if device.type == "cpu" and sum(q.numel() for q in model.parameters()) < 10e6:
+        torch.set_num_threads(1)  # the matmuls of a small model's step are too short to share: threads wait for threads
     sys.stdout.reconfigure(errors="replace")  # a terminal that can't show a character shows ?
     prompt = enc.encode(args.prompt, allowed_special={EOT}) or [enc.eot_token]
     idx = torch.tensor([prompt], device=device).expand(args.num_samples, -1)

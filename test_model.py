@@ -741,7 +741,7 @@ def test_bad_input_ends_in_one_line(program, flags, says, tmp_path, monkeypatch,
         Path(folder).mkdir()
         for split in ("train", "val"):
             (Path(folder) / f"x_{split}_000000.bin").write_bytes(content)
-        (Path(folder) / "manifest.json").write_text('{"tokenizer": "bytes"}')
+        (Path(folder) / "manifest.json").write_text('{"tokenizer": "bytes", "shards": []}')
     with pytest.raises(SystemExit) as e:
         program.main([*flags])
     err = capsys.readouterr().err or f"{e.value.code}\n"  # a text given to sys.exit is printed by Python itself
