@@ -1130,6 +1130,13 @@ def test_sample_streams_whole_characters_and_stops_at_eot(tmp_path, monkeypatch,
     assert "8 tokens in" in capsys.readouterr().err
 
 
+def test_a_run_that_diverges_stops(tmp_path, capsys):
+    with pytest.raises(SystemExit) as e:
+        train.main([*SMALL, "--steps=60", "--lr=1e12", "--warmup=0", "--log_every=1", f"--out={tmp_path}"])
+    assert "stopped at step" in e.value.code and "nan" in e.value.code and "--lr" in e.value.code
+    assert "NaN" not in (tmp_path / "log.jsonl").read_text() and not (tmp_path / "ckpt.pt").exists()
+
+
 # ---- bad input: one line, an exit code, no traceback
 
 

@@ -35,7 +35,7 @@ COMMON = dict(rope_theta=10000.0, flash=True, subln=None, lambda_init=None, tota
 OPTIMIZER = ("total_batch", "lr", "warmup", "weight_decay", "grad_clip", "seed")  # with the model: the folder's name
 SHARDS = Path("data/fineweb_edu")
 PROMPT = "Once upon a time"
-PEAK = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}  # bf16 dense FLOP/s
+PEAK = {"H100 PCIe": 756e12, "H100 80GB HBM3": 989e12, "H200": 989e12, "A100": 312e12}  # bf16 dense FLOP/s
 
 
 def parse(argv):
@@ -103,7 +103,7 @@ def parse(argv):
     if run["total_batch"] % micro:
         nearest = max(1, round(run["total_batch"] / micro)) * micro
         p.fail(f"--total_batch={run['total_batch']} is not a multiple of --batch_size times --block_size, {micro}: "
-                f"the nearest is {nearest}")  # fmt: skip
+               f"the nearest is {nearest}")  # fmt: skip
     if args.steps is None and run["tokens"]:
         run["steps"] = math.ceil(run["tokens"] / run["total_batch"])
     run["tokens"] = run["steps"] * run["total_batch"]
@@ -210,13 +210,13 @@ def main(argv=None):
     for name, split in (("train", train), ("val", val)):
         if not split.sequences(args.block_size):
             p.fail(f"the {name} split has {split.tokens} tokens, and one sequence needs {args.block_size + 1}: "
-                    "give more --data or a smaller --block_size")  # fmt: skip
+                   "give more --data or a smaller --block_size")  # fmt: skip
     try:
         raw = GPT(config, seed=args.seed).to(args.device)
     except (RuntimeError, MemoryError) as e:
         p.fail(f"there is no room for this model: {str(e).splitlines()[0]}")
     log_path, ckpt_path = args.out / "log.jsonl", args.out / "ckpt.pt"
-    if log_path.exists() and not args.restart:
+    if (log_path.exists() or ckpt_path.exists()) and not args.restart:
         p.fail(f"{args.out} holds a run already: --restart trains it anew, --out=… writes elsewhere")
     try:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -242,7 +242,8 @@ def main(argv=None):
         log_file.flush()
 
     head = {k: str(v) if isinstance(v, (Path, torch.device)) else v for k, v in vars(args).items()}
-    head |= asdict(config) | what | dict(parameters=parameters, tokenizer=tokenizer, train_tokens=train.tokens, val_tokens=val.tokens)
+    head |= asdict(config) | what | dict(parameters=parameters, tokenizer=tokenizer)
+    head |= dict(train_tokens=train.tokens, val_tokens=val.tokens)
     log(head | dict(device_name=device_name, torch=torch.__version__, python=sys.version.split()[0]))
     print(f"{args.attn}: {parameters / 1e6:.2f} M parameters, {args.steps} steps of {args.total_batch:,} tokens, "
           f"preset {args.preset}, {device_name}, {args.dtype}{', compiled' * args.compile} -> {args.out}")  # fmt: skip
@@ -290,11 +291,11 @@ def main(argv=None):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
-        if step % args.log_every == 0 or step % args.eval_every == 0 or step == args.steps:
+        if step == args.steps or 0 in (step % args.log_every, step % args.eval_every, step % args.save_every):
             train_loss = loss_sum.item() / micro_steps
-            if not math.isfinite(train_loss):
-                sys.exit(f"train.py: the loss of step {step} is {train_loss}, gradient norm {grad_norm.item():.3g}: "
-                         f"stopped; try a smaller --lr. The last checkpoint stays in {args.out}")  # fmt: skip
+            if not math.isfinite(train_loss + grad_norm.item()):
+                sys.exit(f"train.py: stopped at step {step}: loss {train_loss:.4g}, gradient norm {grad_norm.item():.3g}; "
+                         f"try a smaller --lr. What was saved before stays in {args.out}")  # fmt: skip
             seconds = time.perf_counter() - clock
             report(step, train_loss, lr, grad_norm.item(), (step - since) * args.total_batch / seconds)
             clock, since = time.perf_counter(), step
