@@ -777,13 +777,14 @@ def test_goes_on_after_every_shard(tmp_path, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
 def test_killed_at_random_moments(tmp_path, tokenizer):
-    gpt2()
+    if tokenizer == "gpt2":
+        gpt2()
     source, draw = jsonl(tmp_path / "x.jsonl", documents(150_000)), stdlib_random.Random(1)
     flags = f"--source={source}", f"--tokenizer={tokenizer}", "--shard_tokens=2e5", "--procs=2"
     began = time.time()
     succeeds(*flags, f"--out={tmp_path / 'whole'}")
     seconds, kills = time.time() - began, 0
-    for n in range(15):
+    for n in range(7):
         out = tmp_path / f"o{n}"
         for _ in range(3):
             command = [sys.executable, str(HERE / "prepare_fineweb.py"), *flags, f"--out={out}"]
@@ -1207,10 +1208,12 @@ def test_the_programs_as_a_user_starts_them(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attn,below", [("softmax", 1.7), ("diff", 1.9)])
-def test_toy_run_learns(attn, below, tmp_path):
-    """The preset as it is, on Python's manual."""
-    done = run(HERE / "train.py", f"--attn={attn}", "--device=cpu", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    last = json.loads((tmp_path / "out" / attn / "log.jsonl").read_text().splitlines()[-1])
-    assert last["step"] == 500 and last["val_loss"] < below
+def test_toy_runs_learn(tmp_path):
+    """The preset as it is, on Python's manual, two arms at once on a core each."""
+    below, one_core = {"softmax": 1.7, "diff": 1.9}, os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HERE / "train.py"), "--device=cpu"]
+    runs = [subprocess.Popen([*command, f"--attn={attn}"], cwd=tmp_path, env=one_core) for attn in below]
+    assert [run.wait() for run in runs] == [0, 0]
+    for attn, bound in below.items():
+        last = json.loads((tmp_path / "out" / attn / "log.jsonl").read_text().splitlines()[-1])
+        assert last["step"] == 500 and last["val_loss"] < bound
