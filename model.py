@@ -314,12 +314,12 @@ def next_token(logits, temperature, top_k, top_p, generator):
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     logits, token = wide(logits).sort(-1, descending=True)
-    p = ((logits - logits[:, :1]) / temperature).softmax(-1)
+    p = ((logits - logits[:, :1]) / max(temperature, 1e-30)).softmax(-1)  # which float32 would take for 0
     if top_k is not None:
         p[:, top_k:] = 0
     if top_p is not None:  # stays: what has less than top_p before it
         p = p / p.sum(-1, keepdim=True)
-        p[p.cumsum(-1) - p >= top_p] = 0
+        p[:, 1:][(p.cumsum(-1) - p >= top_p)[:, 1:]] = 0
     return token.gather(-1, torch.multinomial(p, 1, generator=generator))
 
 

@@ -41,10 +41,13 @@ LONGEST = 100_000_000  # bytes or characters of a document, at most, where it ha
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but an error is one line."""
+    """argparse, but an error is one line. A stream that can't show a character shows ? from here on."""
 
     def __init__(self, **kwargs):
         super().__init__(allow_abbrev=False, **kwargs)
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="replace")
 
     def error(self, message):
         """Ends the program for a flag that can't be understood."""
@@ -55,20 +58,20 @@ class Parser(argparse.ArgumentParser):
         self.exit(1, f"{self.prog}: {reason}\n")
 
 
-def count(text):
+def count(text, least=1):
     """A flag's whole number of at least 1, also written 1e9."""
     try:
         value = float(text)
-        if value >= 1 and value == int(value):
+        if least <= value < 2**63 and value == int(value):
             return int(value)
-    except (ValueError, OverflowError):
+    except ValueError:
         pass
-    raise argparse.ArgumentTypeError(f"needs a whole number of at least 1, like 1000 or 1e9, not {text!r}")
+    raise argparse.ArgumentTypeError(f"needs a whole number of at least {least}, like 1000 or 1e9, not {text!r}")
 
 
 def whole(text):
     """A flag's whole number of at least 0."""
-    return 0 if text == "0" else count(text)
+    return count(text, least=0)
 
 
 def number(least=-math.inf, above=-math.inf, most=math.inf):
@@ -190,7 +193,7 @@ def load_manifest(folder):
         return None
     try:
         manifest = json.loads(path.read_text())
-        manifest["tokenizer"], manifest["shards"]
+        manifest["tokenizer"], [(shard["file"], shard["tokens"], shard["documents"]) for shard in manifest["shards"]]
         return manifest
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path} is damaged: remove the folder and make it again") from None

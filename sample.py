@@ -41,7 +41,9 @@ def main(argv=None):
     try:
         device = pick_device(args.device)
         model = GPT.load(args.ckpt, device)
-        enc = get_tokenizer(model.extra.get("tokenizer"))
+        if "tokenizer" not in model.extra:
+            raise ValueError(f"{args.ckpt} does not name its tokenizer, as those of train.py do")
+        enc = get_tokenizer(model.extra["tokenizer"])
         if enc.n_vocab != model.config.vocab_size:
             raise ValueError(f"{args.ckpt} has {model.config.vocab_size} tokens and its tokenizer {enc.n_vocab}")
     except (ValueError, OSError) as e:
@@ -50,7 +52,6 @@ def main(argv=None):
 
     if device.type == "cpu" and sum(q.numel() for q in model.parameters()) < 10e6:
         torch.set_num_threads(1)  # the matmuls of a small model's step are too short to share: threads wait for threads
-    sys.stdout.reconfigure(errors="replace")  # a terminal that can't show a character shows ?
     prompt = enc.encode(args.prompt, allowed_special={EOT}) or [enc.eot_token]
     idx = torch.tensor([prompt], device=device).expand(args.num_samples, -1)
     generator = torch.Generator(device).manual_seed(args.seed)
@@ -87,6 +88,6 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit("\nsample.py: interrupted")
-    except BrokenPipeError:  # the reader, `| head` say, has had enough
+    except OSError as e:  # the reader, `| head` say, has had enough; or a full disk
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        sys.exit(1 if isinstance(e, BrokenPipeError) else f"sample.py: {e}")

@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import json
 import math
+import os
 import sys
 import time
 from dataclasses import asdict, fields
@@ -54,7 +55,7 @@ def parse(argv):
     g.add_argument("--block_size", type=count, help="tokens per sequence")
     g.add_argument("--rope_theta", type=number(0), help="base of the rotary angles, 0 for no positions (10000)")
     g.add_argument("--flash", action=both, help="the fast form of the attention, or the map (fast)")
-    g.add_argument("--subln", action=both, help="RMSNorm on each head's output (in the differential arms)")
+    g.add_argument("--subln", action=both, help="RMSNorm on each head's output, and its factor 1 - lambda_init (diff arms)")
     g.add_argument("--lambda_init", type=number(), help="a constant instead of 0.8 - 0.6 exp(-0.3 l)")
     g = p.add_argument_group("optimization")
     g.add_argument("--batch_size", type=count, help="sequences per micro-step")
@@ -131,7 +132,7 @@ def load_data(path):
     of the manual that ships with Python, whose last tenth is val. Raises ValueError, OSError."""
     if path is not None and path.is_dir():
         train, val = Shards.open(path, "train"), Shards.open(path, "val")
-        return train, val, shards_tokenizer(path), dict(data=str(path), data_sha256=train.fingerprint())
+        return train, val, shards_tokenizer(path), dict(data=str(path), data_sha256=Shards(train.arrays + val.arrays).fingerprint())
     if path is None:
         from pydoc_data.topics import topics
 
@@ -140,6 +141,10 @@ def load_data(path):
         raise ValueError(f"no shards in {SHARDS}: `python prepare_fineweb.py` makes them, or name others with --data")
     else:
         documents = [path.read_bytes()]
+        try:
+            documents[0].decode()
+        except UnicodeDecodeError as e:
+            raise ValueError(f"{path} is not UTF-8 text (byte {e.start:,}); of shards give the folder") from None
     eot = np.array([256], "<u2")
     tokens = np.concatenate([part for text in documents for part in (eot, np.frombuffer(text, "u1").astype("<u2"))])
     cut = len(tokens) - len(tokens) // 10
@@ -249,7 +254,7 @@ def main(argv=None):
           f"preset {args.preset}, {device_name}, {args.dtype}{', compiled' * args.compile} -> {args.out}")  # fmt: skip
     print(f"data: {what['data']}, {train.tokens:,} tokens to train on, {val.tokens:,} val, tokenizer {tokenizer}")
     if args.data is None:
-        print("      (Python's own manual, byte by byte. For the real run: a GPU, python prepare_fineweb.py, this again)")
+        print("      (Python's own manual, byte by byte. For the real run: a GPU, python prepare_fineweb.py, another --out)")
 
     def save():
         raw.save(ckpt_path, tokenizer=tokenizer, step=step, run=head)
@@ -264,6 +269,8 @@ def main(argv=None):
             line += f" | train {train_loss:.4f} | lr {lr:.2e} | norm {grad_norm:5.2f} | {tok_per_s:,.0f} tok/s"
         if step % args.eval_every == 0 or step == args.steps:
             record["val_loss"] = evaluate(model, val, args, autocast, config.vocab_size)
+            if not math.isfinite(record["val_loss"]):
+                sys.exit(f"train.py: stopped at step {step}: val loss {record['val_loss']}; look at --lambda_init and --lr")
             diff = [block.attn.lambda_full().item() for block in raw.blocks if block.attn.diff]
             record |= {"lambda": diff or None, "sample": speak(raw, enc, args, autocast, 40, temperature=0)}
             line += f" | val {record['val_loss']:.4f}"
@@ -311,3 +318,6 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit("train.py: interrupted; what was saved last stays")
+    except OSError as e:  # a full disk, or a reader, `| head` say, that has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(f"train.py: stopped: {e}; what was saved last stays")
