@@ -314,7 +314,7 @@ def next_token(logits, temperature, top_k, top_p, generator):
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     logits, token = wide(logits).sort(-1, descending=True)
-    p = ((logits - logits[:, :1]) / max(temperature, 1e-30)).softmax(-1)  # which float32 would take for 0
+    p = ((logits - logits[:, :1]) / max(temperature, 1e-30)).softmax(-1)  # float32 takes less than that for 0
     if top_k is not None:
         p[:, top_k:] = 0
     if top_p is not None:  # stays: what has less than top_p before it
