@@ -19,6 +19,7 @@ import json
 import logging
 import math
 import os
+import platform
 import re
 import shutil
 import signal
@@ -34,6 +35,7 @@ import numpy as np
 import tiktoken
 
 MAGIC, VERSION, HEADER = 20240520, 1, 256
+SHARDS = Path("data/fineweb_edu")
 EOT = "<|endoftext|>"
 PIECE = 1 << 18  # characters, about, that tiktoken gets at a time
 WORD = 1 << 22  # characters without a space, at most: tiktoken takes 50 bytes for each of them
@@ -101,6 +103,19 @@ def pick_device(name=None):
     except (RuntimeError, AssertionError, TypeError) as e:
         raise ValueError(f"device {name} can't be used here: {str(e).splitlines()[0][:70]}") from None
     return torch.device(name)
+
+
+def device_name(device):
+    """What a figure is quoted with: the card's name, or the processor's and the number of threads."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        processor = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()).group(1)
+    except (OSError, AttributeError):
+        processor = platform.processor() or platform.machine()
+    return f"cpu ({processor}), {torch.get_num_threads()} threads"
 
 
 def get_tokenizer(name):
@@ -197,6 +212,31 @@ def load_manifest(folder):
         return manifest
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path} is damaged: remove the folder and make it again") from None
+
+
+def load_data(path):
+    """path to (train, val, tokenizer's name, what it is): a folder of shards; or the bytes of a text file or, for None,
+    of the manual that ships with Python, whose last tenth is val. Raises ValueError, OSError."""
+    if path is not None and path.is_dir():
+        train, val = Shards.open(path, "train"), Shards.open(path, "val")
+        return train, val, shards_tokenizer(path), dict(data=str(path), data_sha256=Shards(train.arrays + val.arrays).fingerprint())
+    if path is None:
+        from pydoc_data.topics import topics
+
+        documents = [text.encode() for text in topics.values()]
+    elif path == SHARDS:
+        raise ValueError(f"no shards in {SHARDS}: `python prepare_fineweb.py` makes them, or name others with --data")
+    else:
+        documents = [path.read_bytes()]
+        try:
+            documents[0].decode()
+        except UnicodeDecodeError as e:
+            raise ValueError(f"{path} is not UTF-8 text (byte {e.start:,}); of shards give the folder") from None
+    eot = np.array([256], "<u2")
+    tokens = np.concatenate([part for text in documents for part in (eot, np.frombuffer(text, "u1").astype("<u2"))])
+    cut = len(tokens) - len(tokens) // 10
+    what = dict(data=str(path or "pydoc_data.topics"), data_sha256=hashlib.sha256(b"".join(documents)).hexdigest())
+    return Shards([tokens[:cut]]), Shards([tokens[cut:]]), "bytes", what
 
 
 # the rest of this file writes
@@ -575,7 +615,7 @@ def main():
     add("--pretokenized", action="store_true", help="fetch ready gpt2 shards, whole ones until there are --tokens; "
         "default source: kjj0/finewebedu10B-gpt2")  # fmt: skip
     # what to write
-    add("--out", default="data/fineweb_edu", help="folder for the shards; default: %(default)s")
+    add("--out", default=SHARDS, help="folder for the shards; default: %(default)s")
     add("--shard_tokens", type=count, help="tokens per shard; default: 100e6")
     add("--val_tokens", type=count, help="tokens in the first shard, which is val; default: like the others")
     add("--tokenizer", choices=["gpt2", "bytes"], default="gpt2", help="default: %(default)s")

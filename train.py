@@ -8,7 +8,6 @@ Trains one GPT and writes out/<run>/ckpt.pt and out/<run>/log.jsonl.
 The batch of step s is a pure function of (data, seed, s), so every arm sees the same tokens in the same order.
 """
 import argparse
-import hashlib
 import json
 import math
 import os
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 
 from model import ATTENTION, GPT, GPTConfig
-from prepare_fineweb import Parser, Shards, count, get_tokenizer, number, pick_device, shards_tokenizer, whole
+from prepare_fineweb import SHARDS, Parser, count, device_name, get_tokenizer, load_data, number, pick_device, whole
 
 PRESETS = {
     "toy": dict(n_layer=4, n_head=4, n_embd=128, block_size=256, batch_size=8, steps=500, lr=2e-3, warmup=50,
@@ -34,7 +33,6 @@ PRESETS = {
 COMMON = dict(rope_theta=10000.0, flash=True, subln=None, lambda_init=None, total_batch=None, tokens=None, steps=None,
               weight_decay=0.1, grad_clip=1.0, seed=1337)  # fmt: skip
 OPTIMIZER = ("total_batch", "lr", "warmup", "weight_decay", "grad_clip", "seed")  # with the model: the folder's name
-SHARDS = Path("data/fineweb_edu")
 PROMPT = "Once upon a time"
 PEAK = {"H100 PCIe": 756e12, "H100 80GB HBM3": 989e12, "H200": 989e12, "A100": 312e12}  # bf16 dense FLOP/s
 
@@ -127,31 +125,6 @@ def tag(name, value):
     return f"{name}{value}"
 
 
-def load_data(path):
-    """path to (train, val, tokenizer's name, what it is): a folder of shards; or the bytes of a text file or, for None,
-    of the manual that ships with Python, whose last tenth is val. Raises ValueError, OSError."""
-    if path is not None and path.is_dir():
-        train, val = Shards.open(path, "train"), Shards.open(path, "val")
-        return train, val, shards_tokenizer(path), dict(data=str(path), data_sha256=Shards(train.arrays + val.arrays).fingerprint())
-    if path is None:
-        from pydoc_data.topics import topics
-
-        documents = [text.encode() for text in topics.values()]
-    elif path == SHARDS:
-        raise ValueError(f"no shards in {SHARDS}: `python prepare_fineweb.py` makes them, or name others with --data")
-    else:
-        documents = [path.read_bytes()]
-        try:
-            documents[0].decode()
-        except UnicodeDecodeError as e:
-            raise ValueError(f"{path} is not UTF-8 text (byte {e.start:,}); of shards give the folder") from None
-    eot = np.array([256], "<u2")
-    tokens = np.concatenate([part for text in documents for part in (eot, np.frombuffer(text, "u1").astype("<u2"))])
-    cut = len(tokens) - len(tokens) // 10
-    what = dict(data=str(path or "pydoc_data.topics"), data_sha256=hashlib.sha256(b"".join(documents)).hexdigest())
-    return Shards([tokens[:cut]]), Shards([tokens[cut:]]), "bytes", what
-
-
 @lru_cache(maxsize=2)
 def permutation(n, seed, epoch):
     return np.random.default_rng([seed, epoch]).permutation(n)
@@ -236,10 +209,8 @@ def main(argv=None):
     groups = [dict(params=decay, weight_decay=args.weight_decay), dict(params=rest, weight_decay=0.0)]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
     autocast = torch.autocast(args.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-    device_name = f"cpu, {torch.get_num_threads()} threads"
-    if args.device.type == "cuda":
-        device_name = torch.cuda.get_device_name(args.device)
-    peak = next((flops for name, flops in PEAK.items() if name in device_name), None)
+    machine = device_name(args.device)
+    peak = next((flops for name, flops in PEAK.items() if name in machine), None)
     parameters = sum(q.numel() for q in raw.parameters())
 
     def log(record):
@@ -249,9 +220,9 @@ def main(argv=None):
     head = {k: str(v) if isinstance(v, (Path, torch.device)) else v for k, v in vars(args).items()}
     head |= asdict(config) | what | dict(parameters=parameters, tokenizer=tokenizer)
     head |= dict(train_tokens=train.tokens, val_tokens=val.tokens)
-    log(head | dict(device_name=device_name, torch=torch.__version__, python=sys.version.split()[0]))
+    log(head | dict(device_name=machine, torch=torch.__version__, python=sys.version.split()[0]))
     print(f"{args.attn}: {parameters / 1e6:.2f} M parameters, {args.steps} steps of {args.total_batch:,} tokens, "
-          f"preset {args.preset}, {device_name}, {args.dtype}{', compiled' * args.compile} -> {args.out}")  # fmt: skip
+          f"preset {args.preset}, {machine}, {args.dtype}{', compiled' * args.compile} -> {args.out}")  # fmt: skip
     print(f"data: {what['data']}, {train.tokens:,} tokens to train on, {val.tokens:,} val, tokenizer {tokenizer}")
     if args.data is None:
         print("      (Python's own manual, byte by byte. For the real run: a GPU, python prepare_fineweb.py, another --out)")
