@@ -51,6 +51,13 @@ class Parser(argparse.ArgumentParser):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="replace")
 
+    def exit(self, status=0, message=None):
+        """Ends the program. Of torchrun's processes the first says why, and so ends the others, which wait for it."""
+        if status and int(os.environ.get("RANK", 0)):
+            time.sleep(5)
+            message = None
+        super().exit(status, message)
+
     def error(self, message):
         """Ends the program for a flag that can't be understood."""
         self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
@@ -91,6 +98,21 @@ def number(least=-math.inf, above=-math.inf, most=math.inf):
         raise argparse.ArgumentTypeError(f"needs a number {rule}, not {text!r}")
 
     return parse
+
+
+def several(one):
+    """The type of a flag that takes a comma list of what `one` takes; what is said twice counts once."""
+    return lambda text: list(dict.fromkeys(one(part) for part in text.split(",")))
+
+
+def lock(file, folder):
+    """Takes folder for this process, until file (of it, open) is closed. ValueError if another one has it."""
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"another run is writing to {folder}") from None
 
 
 def pick_device(name=None):
@@ -218,14 +240,20 @@ def load_data(path):
     """path to (train, val, tokenizer's name, what it is): a folder of shards; or the bytes of a text file or, for None,
     of the manual that ships with Python, whose last tenth is val. Raises ValueError, OSError."""
     if path is not None and path.is_dir():
+        for shard in (load_manifest(path) or dict(shards=[]))["shards"]:
+            if not (path / shard["file"]).exists():
+                raise ValueError(f"{path / shard['file']} is missing (manifest.json lists it): make the shards again")
         train, val = Shards.open(path, "train"), Shards.open(path, "val")
-        return train, val, shards_tokenizer(path), dict(data=str(path), data_sha256=Shards(train.arrays + val.arrays).fingerprint())
+        sha256 = Shards(train.arrays + val.arrays).fingerprint()
+        return train, val, shards_tokenizer(path), dict(data=str(path), data_sha256=sha256)
     if path is None:
         from pydoc_data.topics import topics
 
         documents = [text.encode() for text in topics.values()]
     elif path == SHARDS:
         raise ValueError(f"no shards in {SHARDS}: `python prepare_fineweb.py` makes them, or name others with --data")
+    elif path.exists() and not path.is_file():
+        raise ValueError(f"{path} is neither a folder of shards nor a text file")
     else:
         documents = [path.read_bytes()]
         try:
@@ -651,14 +679,8 @@ def main():
     logging.disable()  # the libraries' errors and retries, which we put in one line
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     try:
-        import fcntl
-
         out.mkdir(parents=True, exist_ok=True)
-        lock = os.open(out, os.O_RDONLY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another run is writing to {out}") from None
+        lock(os.open(out, os.O_RDONLY), out)
         unfinished += [out / "shard.tmp", out / "manifest.tmp"]
         clean()  # what a killed run left
         prepare(args, out)
