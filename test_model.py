@@ -26,6 +26,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import bench
 import model as model_module
 import prepare_fineweb
 import sample
@@ -1036,26 +1037,28 @@ def test_stand_in(tmp_path):
 
 
 def arguments(*flags):
-    return train.parse(["--device=cpu", *flags])[1]
+    return train.parse(["--device=cpu", *flags])[1][0]
 
 
 def test_every_sequence_is_seen_once_per_epoch():
+    """In every split into processes and micro-steps the same tokens in the same step."""
     data = Shards([np.arange(1001, dtype="<u2") % 500])  # 100 sequences of 10
-    args = arguments("--block_size=10", "--batch_size=2", "--total_batch=40", "--steps=50")
+    args = arguments("--block_size=10", "--batch_size=4", "--total_batch=40", "--steps=50")
     for epoch in range(2):
         starts = []
         for step in range(25 * epoch, 25 * epoch + 25):
-            for micro in range(2):
-                x, y = train.batch(data, args, step, micro, 500)
-                assert torch.equal(x[:, 1:], y[:, :-1]) and x.shape == (2, 10)
-                starts += x[:, 0].tolist()
+            tokens = train.batch(data, args, step, 0, 500)
+            assert tokens.shape == (4, 11) and torch.equal(tokens % 500, (tokens[:, :1] + torch.arange(11)) % 500)
+            starts += tokens[:, 0].tolist()
+            for world, micro_steps in ((1, 2), (2, 1), (2, 2), (4, 1)):
+                split = Namespace(**vars(args) | dict(world=world, batch_size=4 // world // micro_steps))
+                parts = [train.batch(data, Namespace(**vars(split) | dict(rank=rank)), step, micro, 500)
+                         for micro in range(micro_steps) for rank in range(world)]  # fmt: skip
+                assert torch.equal(torch.cat(parts), tokens)
         assert sorted(starts) == sorted([10 * i % 500 for i in range(100)])
         assert starts != sorted(starts)
-    big = arguments("--block_size=10", "--batch_size=4", "--total_batch=40", "--steps=50")  # any accumulation, same tokens
-    assert torch.equal(train.batch(data, big, 30, 0, 500)[0],
-                       torch.cat([train.batch(data, args, 30, m, 500)[0] for m in range(2)]))  # fmt: skip
-    other = arguments("--block_size=10", "--batch_size=2", "--total_batch=40", "--steps=50", "--seed=2")
-    assert not torch.equal(train.batch(data, other, 0, 0, 500)[0], train.batch(data, args, 0, 0, 500)[0])
+    other = arguments("--block_size=10", "--batch_size=4", "--total_batch=40", "--steps=50", "--seed=2")
+    assert not torch.equal(train.batch(data, other, 0, 0, 500), train.batch(data, args, 0, 0, 500))
 
 
 def test_learning_rate():
@@ -1102,10 +1105,10 @@ def test_train_writes_a_run_and_sample_reads_it(tmp_path, monkeypatch, capsys):
     assert {"train_loss", "lr", "grad_norm", "tok_per_s", "mfu"} <= lines[1].keys() and "val_loss" not in lines[1]
     for line in (lines[0], lines[2], lines[3]):
         assert line["val_loss"] > 0 and len(line["lambda"]) == 1 and line["sample"].startswith("Once upon a time")
-    with pytest.raises(SystemExit) as e:  # nothing is overwritten unasked
-        train.main([*SMALL, "--attn=diff", "--data=any.txt", "--out=out/x"])
-    assert e.value.code == 1 and "--restart" in capsys.readouterr().err
-    assert len(Path("out/x/log.jsonl").read_text().splitlines()) == 5
+    before = Path("out/x/log.jsonl").read_bytes(), Path("out/x/ckpt.pt").stat().st_mtime_ns  # finished: left alone
+    assert train.main([*SMALL, "--attn=diff", "--data=any.txt", "--save_every=3", "--log_every=1", "--out=out/x"])
+    assert "finished" in capsys.readouterr().out
+    assert before == (Path("out/x/log.jsonl").read_bytes(), Path("out/x/ckpt.pt").stat().st_mtime_ns)
     # the newest checkpoint under out/; the same seed says the same; the prompt may be empty or longer than the block
     for prompt in ("Once upon a time", "", "Größe 🙂" * 20):
         said = []
@@ -1132,11 +1135,271 @@ def test_sample_streams_whole_characters_and_stops_at_eot(tmp_path, monkeypatch,
     assert "8 tokens in" in capsys.readouterr().err
 
 
-def test_a_run_that_diverges_stops(tmp_path, capsys):
+def trace(folder):
+    """A run's log without what a clock says, and its weights."""
+    head, *records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    model = GPT.load(folder / "ckpt.pt")
+    assert model.extra["step"] == records[-1]["step"]
+    clock = ("tok_per_s", "mfu", "peak_memory")
+    weights = {name: p.tolist() for name, p in model.named_parameters()}
+    return [{k: v for k, v in r.items() if k not in clock} for r in records], weights
+
+
+def forked(*flags, before=lambda: None, **env):
+    """train.py in a child process, which has everything imported already; its pid."""
+    if pid := os.fork():
+        return pid
+    code = 70
+    try:
+        os.environ.update(env)
+        before()
+        code = 0 if train.main(flags) else 1
+    except SystemExit as e:
+        code = e.code
+    finally:
+        os._exit(code)
+
+
+def exit_code(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+LOUD = [*SMALL, "--steps=24", "--eval_every=8", "--log_every=1", "--save_every=2", "--eval_tokens=256"]
+
+
+@pytest.mark.parametrize("attn,more", [("softmax", []), ("diff_linear", ["--batch_size=2", "--total_batch=256"])])
+def test_killed_at_random_moments_it_ends_in_the_same_bits(tmp_path, attn, more):
+    flags, moments, kills = [*LOUD, f"--attn={attn}", *more], stdlib_random.Random(0), 0
+    start = time.time()
+    assert exit_code(forked(*flags, f"--out={tmp_path / 'whole'}")) == 0
+    seconds = time.time() - start
+    out = tmp_path / "cut"
+    for _ in range(6):
+        pid = forked(*flags, f"--out={out}")
+        time.sleep(moments.uniform(0, 0.5 * seconds))
+        os.kill(pid, signal.SIGKILL)
+        kills += exit_code(pid) == -signal.SIGKILL
+        if (out / "ckpt.pt").exists():
+            assert GPT.load(out / "ckpt.pt").extra["step"] % 2 == 0
+    assert exit_code(forked(*flags, f"--out={out}")) == 0 and kills >= 3
+    assert trace(out) == trace(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("function", ["replace", "fsync"])
+def test_killed_around_the_rename(tmp_path, function):
+    """Before and after each save's flush and rename: one checkpoint or none, and a log that fits."""
+    flags, inner = [*LOUD, "--attn=diff", "--steps=6"], getattr(os, function)
+    assert exit_code(forked(*flags, f"--out={tmp_path / 'whole'}")) == 0
+    for after in (False, True):
+        out, calls = tmp_path / str(after), 0
+
+        def die(*args):
+            if after:
+                inner(*args)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        while exit_code(forked(*flags, f"--out={out}", before=lambda: setattr(os, function, die))) == -signal.SIGKILL:
+            calls += 1
+            if calls == 2 and not (function == "replace" and after):  # it can't get any further
+                break
+            assert (out / "ckpt.pt").exists() == (function == "replace" and after)
+        assert calls >= 2 and exit_code(forked(*flags, f"--out={out}")) == 0
+        assert trace(out) == trace(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_finishes_the_step_and_saves(tmp_path, capfd, number):
+    assert exit_code(forked(*LOUD, "--attn=diff", f"--out={tmp_path / 'whole'}")) == 0
+    out = tmp_path / "run"
+    step = lambda: os.kill(os.getpid(), number)  # in the middle of a step that is neither logged nor saved
+
+    def before():
+        learning_rate = train.learning_rate
+        train.learning_rate = lambda s, args: (step() if s == 4 else None, learning_rate(s, args))[1]
+
+    assert exit_code(forked(*LOUD, "--log_every=3", "--attn=diff", f"--out={out}", before=before)) == 0
+    assert GPT.load(out / "ckpt.pt").extra["step"] == 5
+    assert "stopped after step 5 of 24" in capfd.readouterr().out
+    assert [json.loads(line)["step"] for line in (out / "log.jsonl").read_text().splitlines()[1:]] == [0, 3]
+    assert exit_code(forked(*LOUD, "--attn=diff", f"--out={out}")) == 0
+    whole, weights = trace(tmp_path / "whole")
+    assert trace(out) == ([r for r in whole if r["step"] not in (1, 2, 4, 5)], weights)
+
+
+def test_another_run_is_refused_and_another_pace_is_not(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("any.txt").write_text("Once upon a time there was another text. " * 900)
+    flags = [*LOUD, "--attn=diff", "--steps=4", "--out=run"]
+    pid = forked(*flags, before=lambda: monkeypatch.setattr(GPT, "save", lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)))
+    assert exit_code(pid) == -signal.SIGKILL  # an unfinished run, even before its first checkpoint
+    content = {path: path.read_bytes() for path in Path("run").iterdir()}
+    for flag, says in (("--attn=softmax", "attn is 'diff' there and 'softmax' here"), ("--n_embd=64", "n_embd"),
+                       ("--lr=1", "lr is 0.002 there and 1.0 here"), ("--seed=2", "seed"), ("--steps=5", "steps"),
+                       ("--weight_decay=0", "weight_decay"), ("--data=any.txt", "data_sha256"), ("--no-subln", "subln"),
+                       ("--lambda_init=0.8", "lambda_init"), ("--eval_tokens=512", "eval_tokens")):  # fmt: skip
+        with pytest.raises(SystemExit) as e:
+            train.main([*flags, flag])
+        err = capsys.readouterr().err
+        assert e.value.code == 1 and says in err and "--restart" in err and err.count("\n") == 1
+        assert content == {path: path.read_bytes() for path in Path("run").iterdir()}
+    assert train.main([*flags, "--save_every=1", "--log_every=2", "--eval_every=2", "--dtype=bfloat16", "--no-flash"])
+    assert "no-flash" not in capsys.readouterr().err
+    assert train.main([*flags, "--lr=1e-3", "--restart"])
+    assert json.loads(Path("run/log.jsonl").read_text().splitlines()[0])["lr"] == 1e-3
+    Path("run/log.jsonl").unlink()
+    with pytest.raises(SystemExit):
+        train.main([*flags, "--lr=1e-3"])
+    assert "no log.jsonl" in capsys.readouterr().err
+    with open("run/log.jsonl", "ab") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        with pytest.raises(SystemExit):
+            train.main([*flags, "--restart"])
+    assert "another run is writing" in capsys.readouterr().err and Path("run/ckpt.pt").exists()
+
+
+def test_two_processes_give_the_losses_of_one(tmp_path):
+    """torchrun, gloo, 20 steps, also with accumulation; and half of the batch each, without being told."""
+    common = ["--device=cpu", "--n_layer=2", "--n_embd=32", "--block_size=32", "--total_batch=512", "--steps=20", "--log_every=1",
+              "--eval_every=10", "--eval_tokens=1600", "--attn=diff_linear"]  # fmt: skip
+    assert exit_code(forked(*common, "--batch_size=16", f"--out={tmp_path / '1'}")) == 0
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(HERE / "train.py"), *common]
+    done = run(*torchrun, "--batch_size=4", f"--out={tmp_path / '2'}", cwd=tmp_path, env=os.environ | dict(OMP_NUM_THREADS="1"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("diff_linear: ") == 1 and "2 processes" in done.stdout
+    (one, _), (two, _) = trace(tmp_path / "1"), trace(tmp_path / "2")
+    assert len(one) == len(two) == 21
+    for a, b in zip(one, two):
+        for key in ("train_loss", "val_loss", "lr", "tokens"):
+            assert a.get(key) == pytest.approx(b.get(key), abs=1e-5)
+
+
+def test_batches_of_several_processes(monkeypatch, capsys):
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "3")):
+        monkeypatch.setenv(name, value)
+    assert arguments("--total_batch=7680").batch_size == 5  # 8 would not divide
+    assert arguments("--batch_size=2").total_batch == 2 * 256 * 3
+    with pytest.raises(SystemExit):
+        arguments("--batch_size=2", "--total_batch=2048")
+    assert "times 3 processes, 1536: the nearest is 1536" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("attn", ALL)
+def test_compiled_training_compiles_each_thing_once(tmp_path, monkeypatch, attn):
+    """One graph to train and one to evaluate, without a break; the last, smaller batch of val is no third."""
+    compile, graphs = torch.compile, []
+    backend = lambda graph, inputs: graphs.append(graph) or graph.forward
+    monkeypatch.setattr(torch, "compile", lambda model: compile(model, backend=backend, fullgraph=True))
+    assert train.main([*LOUD, "--compile", f"--attn={attn}", "--eval_tokens=320", f"--out={tmp_path}"])
+    assert len(graphs) == 2
+
+
+def test_a_run_that_diverges_stops(tmp_path, capsys, monkeypatch):
+    wild = [*SMALL, "--attn=diff", "--steps=60", "--lr=1e12", "--warmup=0", "--log_every=1", f"--out={tmp_path / 'wild'}"]
+    assert train.main(wild) is False
+    err = capsys.readouterr().err
+    assert all(words in err for words in ("stopped at step", "nan", "gradient norms", "lambdas", "--lr", "none was saved"))
+    assert "NaN" not in (tmp_path / "wild/log.jsonl").read_text() and not (tmp_path / "wild/ckpt.pt").exists()
+    rate = train.learning_rate
+    monkeypatch.setattr(train, "learning_rate", lambda step, args: 1e30 if step == 5 else rate(step, args))
+    assert train.main([*LOUD, f"--out={tmp_path / 'late'}"]) is False  # what was good stays
+    err = capsys.readouterr().err
+    assert "the checkpoint of step 4 stays" in err or "the checkpoint of step 6 stays" in err
+    model = GPT.load(tmp_path / "late/ckpt.pt")
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), RuntimeError("CPUAllocator: can't allocate memory")])
+def test_out_of_memory_says_what_fits(tmp_path, capsys, monkeypatch, error):
+    def forward(self, *args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(GPT, "forward", forward)
     with pytest.raises(SystemExit) as e:
-        train.main([*SMALL, "--steps=60", "--lr=1e12", "--warmup=0", "--log_every=1", f"--out={tmp_path}"])
-    assert "stopped at step" in e.value.code and "nan" in e.value.code and "--lr" in e.value.code
-    assert "NaN" not in (tmp_path / "log.jsonl").read_text() and not (tmp_path / "ckpt.pt").exists()
+        train.main([*SMALL, "--batch_size=6", "--total_batch=384", f"--out={tmp_path / 'run'}"])
+    err = capsys.readouterr().err
+    assert e.value.code == 1 and "--batch_size=6" in err and "try --batch_size=3 --total_batch=384" in err
+
+
+def test_a_full_disk_loses_nothing(tmp_path, capfd):
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+    flags = [*LOUD, f"--out={tmp_path / 'run'}"]
+    assert exit_code(forked(*flags, before=limit)) == 1
+    err = capfd.readouterr().err
+    assert "File too large" in err and err.count("\n") == 1 and os.listdir(tmp_path / "run") == ["log.jsonl"]
+    assert exit_code(forked(*flags)) == 0 and exit_code(forked(*LOUD, f"--out={tmp_path / 'whole'}")) == 0
+    assert trace(tmp_path / "run") == trace(tmp_path / "whole")
+
+
+def test_a_comparison_goes_on_and_ends_in_a_table(tmp_path, capfd):
+    flags = [*LOUD, "--steps=8", "--attn=softmax,diff", "--seed=1,2", "--lr=1e-3,3e-3", f"--out={tmp_path}"]
+
+    def before():
+        save = GPT.save
+        die = lambda self, path, **extra: (save(self, path, **extra), "seed2" in str(path) and os.kill(os.getpid(), signal.SIGKILL))
+        GPT.save = die
+
+    assert exit_code(forked(*flags, before=before)) == -signal.SIGKILL
+    capfd.readouterr()
+    assert exit_code(forked(*flags)) == 0
+    out = capfd.readouterr().out
+    assert out.count(": finished, val loss") == 4 and out.count("goes on after step 2") == 1
+    names = {f"{attn}-block_size32-n_layer1-n_head2-n_embd32-total_batch128-lr{lr}-seed{seed}"
+             for seed in (1, 2) for lr in ("1e-3", "3e-3") for attn in ("softmax", "diff")}  # fmt: skip
+    assert {p.name for p in tmp_path.iterdir() if p.is_dir()} == names
+    for file in ("loss.md", "loss.json", "loss.png"):
+        assert (tmp_path / file).stat().st_size > 500
+    said = (tmp_path / "loss.md").read_text()
+    assert said in out and "| softmax lr1e-3 | 2 of 2 |" in said and "Each arm at its own best" in said
+    alone = tmp_path / "alone"
+    assert exit_code(forked(*LOUD, "--steps=8", "--attn=diff", "--seed=2", "--lr=3e-3", f"--out={alone}")) == 0
+    assert trace(alone) == trace(next(tmp_path.glob("diff-*lr3e-3-seed2")))
+
+
+def fake_run(folder, attn, seed, losses, steps=100, reached=100, **more):
+    head = {k: None for k in train.IDENTITY} | dict(attn=attn, seed=seed, steps=steps, n_head=4, lr=1e-3, device_name="x") | more
+    mean = sum(losses) / len(losses)
+    rows = [dict(step=0, tokens=0, val_loss=5.0, sample="Once upon a time", tok_per_s=None)]
+    rows += [dict(step=reached, tokens=1000 * reached, val_loss=mean, val_losses=losses, sample="Once upon a time x|y",
+                  tok_per_s=100.0, peak_memory=2**30) | {"lambda": [0.2, 0.4]}]  # fmt: skip
+    folder.mkdir(parents=True)
+    (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [head, *rows]))
+
+
+def test_bench_loss_by_hand(tmp_path, capsys):
+    for seed, softmax, diff in ((1, [1.0, 3.0], [1.5, 3.5]), (2, [2.0, 4.0], [2.1, 4.5])):
+        fake_run(tmp_path / f"a{seed}", "softmax", seed, softmax)
+        fake_run(tmp_path / f"b{seed}", "diff", seed, diff)
+    fake_run(tmp_path / "c1", "linear", 1, [2.0, 3.0])
+    fake_run(tmp_path / "c2", "linear", 2, [2.0, 3.0], reached=60)
+    fake_run(tmp_path / "d1", "diff_linear", 1, [9.0, 9.0])
+    fake_run(tmp_path / "e1", "diff", 1, [0.9, 2.9], lr=2e-3)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/log.jsonl").touch()
+    bench.main(["loss", str(tmp_path), f"--out={tmp_path / 'bench'}"])
+    said = capsys.readouterr().out
+    # softmax: 2 and 3; diff - softmax: 0.5 and 0.3 by seed; 0.3 and 0.5 by sequence, each the mean over the seeds
+    assert "| softmax lr0.001 | 2 of 2 | 2.500 ± 0.707 | – | – | 100,000 | 100 | 1.00 GiB |" in said.replace("lr1e-3", "lr0.001")
+    assert "| 2 of 2 | 2.900 ± 0.566 | 0.400 ± 0.100 | 0.400 ± 0.100 |" in said
+    assert "| 1 of 2 | 2.500 | 0.500 | 0.500 ± 0.500 |" in said  # linear: one seed, two sequences
+    assert "interrupted, at step 60 of 100" in said and "never began" in said and "diff_linear lr1e-3, seed 2 | missing" in said
+    best = said.split("own best")[1]
+    assert "| diff | 0.002 (at the edge) | 1 of 1 | 1.900 | -0.100 | -0.100 ± 0.000 |" in best
+    assert "x\\|y" in said
+    tables = json.loads((tmp_path / "bench/loss.json").read_text())["tables"]
+    assert next(iter(tables.values()))[0]["val loss"] == [2.5, pytest.approx(0.5**0.5)]
+    with pytest.raises(SystemExit) as e:
+        bench.main(["loss", str(tmp_path / "empty"), f"--out={tmp_path / 'bench'}"])
+    assert "no runs" in e.value.code
+
+
+def test_ablations_are_the_rows_of_table_6(tmp_path, capsys):
+    bench.main(["ablations", "--seed=1", *LOUD, "--steps=2", "--n_head=4", f"--out={tmp_path}"])
+    rows = json.loads((tmp_path / "ablations.json").read_text())["tables"].popitem()[1]
+    assert [(r["heads"], r["d"], r["norm"]) for r in rows] == [(4, 8, "no"), (2, 16, "no"), (2, 16, "yes"), (2, 8, "yes"),
+                                                               (2, 8, "no"), (2, 8, "yes"), (2, 8, "yes")]  # fmt: skip
+    assert len({r["val loss"][0] for r in rows}) == 7 and rows[0]["− softmax, by seed"] is None
+    heads = [json.loads((tmp_path / f"table6-row{i}-seed1/log.jsonl").read_text().splitlines()[0]) for i in range(1, 8)]
+    assert [h["lambda_init"] for h in heads] == [None] * 5 + [0.8, 0.5]
 
 
 # ---- bad input: one line, an exit code, no traceback
@@ -1146,6 +1409,17 @@ def test_a_run_that_diverges_stops(tmp_path, capsys):
     "program,flags,says",
     [
         (train, ["--attn=cosine"], "cosine"),
+        (train, ["--attn=softmax,cosine"], "cosine"),
+        (train, ["--seed=1,x"], "--seed"),
+        (train, ["--lr=1e-3,,2e-3"], "--lr"),
+        (train, ["--batch_size=1e12"], "a batch is 1000000000000 sequences"),
+        (train, ["--block_size=4096", "--batch_size=20"], "the val split has"),
+        (train, ["--data=lacking"], "x_train_000007.bin is missing"),
+        (bench, [], "verb"),
+        (bench, ["dance"], "dance"),
+        (bench, ["loss", "--steps=3"], "--steps"),
+        (bench, ["loss", "nowhere"], "no runs"),
+        (bench, ["ablations", "--attn=1"], "--attn"),
         (train, ["--atn=diff"], "--atn"),
         (train, ["--steps=ten"], "--steps"),
         (train, ["--steps=0"], "--steps"),
@@ -1192,11 +1466,15 @@ def test_bad_input_ends_in_one_line(program, flags, says, tmp_path, monkeypatch,
         for split in ("train", "val"):
             (Path(folder) / f"x_{split}_000000.bin").write_bytes(content)
         (Path(folder) / "manifest.json").write_text('{"tokenizer": "bytes", "shards": []}')
+    Path("lacking").mkdir()
+    Path("lacking/manifest.json").write_text(
+        '{"tokenizer": "bytes", "shards": [{"file": "x_train_000007.bin", "tokens": 9, "documents": 1}]}'
+    )
     with pytest.raises(SystemExit) as e:
-        program.main([*flags])
+        sys.exit(0 if program.main([*flags]) else "no: not finite")
     err = capsys.readouterr().err or f"{e.value.code}\n"  # a text given to sys.exit is printed by Python itself
     assert e.value.code not in (0, None) and err.count("\n") == 1 and says in err, err
-    assert set(os.listdir()) - {"out"} == {"beyond", "cut", "foreign", "short.txt"}
+    assert set(os.listdir()) - {"out"} == {"beyond", "cut", "foreign", "lacking", "short.txt"}
 
 
 def run(*command, cwd, **kwargs):
