@@ -1342,7 +1342,7 @@ def test_a_comparison_goes_on_and_ends_in_a_table(tmp_path, capfd):
     capfd.readouterr()
     assert exit_code(forked(*flags)) == 0
     out = capfd.readouterr().out
-    assert out.count(": finished, val loss") == 4 and out.count("goes on after step 2") == 1
+    assert out.count(": finished, 8 steps") == 4 and out.count("goes on after step 2") == 1
     names = {f"{attn}-block_size32-n_layer1-n_head2-n_embd32-total_batch128-lr{lr}-seed{seed}"
              for seed in (1, 2) for lr in ("1e-3", "3e-3") for attn in ("softmax", "diff")}  # fmt: skip
     assert {p.name for p in tmp_path.iterdir() if p.is_dir()} == names

@@ -268,8 +268,8 @@ def check(args, head):
     """Raises ValueError if the run's folder holds another run than head says, naming the difference."""
     if args.restart:
         return
-    before, _, _ = read_log(args.out / "log.jsonl")
-    if before is None and (args.out / "ckpt.pt").exists():
+    before, records, _ = read_log(args.out / "log.jsonl")
+    if not records and (args.out / "ckpt.pt").exists():
         raise ValueError(f"{args.out} holds a checkpoint and no log.jsonl that says of what: --restart trains it anew")
     different = [k for k in IDENTITY if before and before.get(k) != head[k]]
     if different:
@@ -292,18 +292,20 @@ def train_one(args, head, data, stopping, alone):
     kept = 0  # bytes of the log
     if ckpt_path.exists() and not args.restart:
         raw = GPT.load(ckpt_path, args.device)
-        step = raw.extra["step"]
+        step = raw.extra.get("step", 0)
         _, records, ends = read_log(log_path)
         kept = ends[1 + sum(r["step"] <= step for r in records)]
         if step == args.steps:
-            say(f"{args.out}: finished, val loss {records[-1]['val_loss']:.4f} after {step} steps (--restart trains anew)")
+            say(f"{args.out}: finished, {step} steps, val loss {records[-1].get('val_loss')} (--restart trains it anew)")
             return True
+        if "optimizer" not in raw.extra:
+            raise ValueError(f"{ckpt_path} holds no optimizer to go on with: --restart trains it anew")
     else:
         raw, step = build(config, args.seed).to(args.device), 0
     for block in raw.blocks:
         block.attn.flash = args.flash
     optimizer = make_optimizer(raw, args)
-    if "optimizer" in raw.extra:
+    if kept:
         optimizer.load_state_dict(raw.extra.pop("optimizer"))
     compiled = torch.compile(raw) if args.compile else raw
     model = compiled
@@ -333,7 +335,7 @@ def train_one(args, head, data, stopping, alone):
     else:
         log(head)
     shown = master and sys.stdout.isatty()
-    bar = tqdm(total=args.steps, initial=step, unit="step", disable=not shown, file=sys.stdout)
+    bar = tqdm(total=args.steps, initial=step, unit="step", leave=False, disable=not shown, file=sys.stdout)
 
     def save():
         if master:
@@ -354,8 +356,8 @@ def train_one(args, head, data, stopping, alone):
         if train_loss is not None:
             line += f" | train {train_loss:.4f} | lr {lr:.2e} | norm {grad_norm:5.2f} | {tok_per_s:,.0f} tok/s"
             line += f" | MFU {mfu:.1%}" if mfu else ""
-        bar.set_postfix_str(line[3:])
         if train_loss is not None:
+            bar.set_postfix_str(f"loss {train_loss:.3f}, {tok_per_s:,.0f} tok/s" + (f", MFU {mfu:.1%}" if mfu else ""))
             left = (args.steps - step) * args.total_batch / tok_per_s
             line += f" | {left // 3600:.0f}:{left // 60 % 60:02.0f}:{left % 60:02.0f} left"
         if evaluated:
@@ -407,7 +409,8 @@ def train_one(args, head, data, stopping, alone):
             group["lr"] = lr
         loss_sum = 0.0
         for micro in range(micro_steps):
-            model.require_backward_grad_sync = micro == micro_steps - 1  # DDP: the gradients' mean once a step
+            if args.world > 1:
+                model.require_backward_grad_sync = micro == micro_steps - 1  # the ranks' mean gradient once a step
             with autocast:
                 _, loss = model(tokens[:, :-1], tokens[:, 1:])
             tokens = next(coming, None)  # read and copied while the device computes
