@@ -20,13 +20,16 @@ The block around them: pre-RMSNorm, SwiGLU, rotary positions, no biases, no drop
 `python model.py` shows all of it on one screen.
 """
 import hashlib
+import importlib.util
 import math
 import os
+import warnings
 from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 NORM_EPS = 1e-5  # every RMSNorm, the head-wise one included
 Z_EPS = 1e-12  # keeps a linear row's sum from being exactly zero
@@ -73,25 +76,27 @@ def wide(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def rotary(position, d, theta):
-    """cos and sin, each (T, d/2) float64, of RoFormer's angles m theta^(-2i/d) (arXiv 2104.09864, Eq. 15).
+def rotary(position, d, theta, dtype=torch.float64):
+    """cos and sin, each (T, d), of RoFormer's angles m theta^(-2i/d), once for each of a pair, the first sine negative.
 
-    position: (T,) integers. float64, so that position 10 million is turned as exactly as position 10.
-    None when theta is 0: no rotation."""
+    position: (T,) integers. The angles are float64, so that position 10 million is turned as exactly as position 10;
+    dtype is that of the result. None when theta is 0: no rotation. arXiv 2104.09864, Eq. 15."""
     if theta == 0:
         return None
     frequency = theta ** -(torch.arange(0, d, 2, dtype=torch.float64, device=position.device) / d)
     angle = position.double()[:, None] * frequency
-    return angle.cos(), angle.sin()
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    return torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2)
 
 
 def rotate(x, rope):
     """R_m x for x (B, H, T, d): turns the neighbours (x_2i, x_2i+1) as one pair (RoFormer, Eq. 34)."""
     if rope is None:
         return x
-    even, odd = wide(x).unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = (t.to(even.dtype) for t in rope)
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x.dtype)
+    y = wide(x)
+    cos, sin = (t.to(y.dtype) for t in rope)
+    swapped = y.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return (y * cos + swapped * sin).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -107,7 +112,7 @@ class Attention(nn.Module):
         super().__init__()
         C, H = config.n_embd, config.n_head
         self.n_head, self.d, self.block_size = H, C // H, config.block_size
-        self.rope_theta, self.flash = config.rope_theta, config.flash
+        self.rope_theta, self.flash, self.kernel = config.rope_theta, config.flash, "sdpa"
         self.diff = config.attn in ("diff", "diff_linear")
         self.h = H // 2 if self.diff else H
         self.q_proj = nn.Linear(C, C, bias=False)
@@ -144,7 +149,7 @@ class Attention(nn.Module):
 
     def rope(self, x, start=0):
         """The rotation of positions start..start+T-1 for x (B, H, T, d)."""
-        return rotary(torch.arange(start, start + x.shape[2], device=x.device), self.d, self.rope_theta)
+        return rotary(start + torch.arange(x.shape[2], device=x.device), self.d, self.rope_theta)
 
     def map(self, x):
         """The map A of x (B, T, C): (B, h, T, T), zero above the diagonal, signed where it is signed.
@@ -156,19 +161,21 @@ class Attention(nn.Module):
         """x (B, T, C) to (B, T, C).
 
         state: None to train. An empty dict makes this a prefill, which fills it on the way. With a filled one x is the
-        next token (T = 1), and the state moves on in place, without gradients.
+        next token (T = 1), and the state moves on in place, without gradients: tensors of one size at one address, the
+        number of tokens so far, (1,), among them, so that a compiled step is one graph for every position.
         rope: the rotation of x's positions, when the layers of a model share it."""
         q, k, v = self.project(x)
-        start = state["T"] if state else 0
-        rope = rope or self.rope(q, start)
+        rope = rope or self.rope(q, state["T"] if state else 0)
         if state:
             y = self.step(q, k, v, rope, state)
-        elif self.flash or state is not None:
-            y = self.fast(q, k, v, rope, state)
+            state["T"] += 1
         else:
-            y = self.weights(q, k).to(v.dtype) @ v
-        if state is not None:
-            state["T"] = start + x.shape[1]
+            if self.flash or state is not None:
+                y = self.fast(q, k, v, rope, state)
+            if not self.flash:
+                y = self.weights(q, k).to(v.dtype) @ v
+            if state is not None:
+                state["T"] = torch.tensor([x.shape[1]], device=x.device)
         # y is (B, h, T, C/h)
         if self.subln is not None:
             y = F.rms_norm(wide(y), y.shape[-1:], wide(self.subln.weight), NORM_EPS)
@@ -177,12 +184,68 @@ class Attention(nn.Module):
         return self.out_proj(y.transpose(1, 2).flatten(2).to(x.dtype))
 
 
-def sdpa(q, k, v):
-    """softmax(q k^T / sqrt(d)) v with the causal mask, without holding the map. q, k (B, H, T, d), v (B, H, T, d_v)."""
-    scale, wider = q.shape[-1] ** -0.5, v.shape[-1] - q.shape[-1]
-    if wider and q.device.type == "cpu":  # the CPU's kernel wants d = d_v, and without it is 2 to 5 times slower
-        q, k = F.pad(q, (0, wider)), F.pad(k, (0, wider))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+KERNELS = ("sdpa", "cudnn", "efficient", "flash_attn")  # "sdpa": the backend that PyTorch chooses
+
+
+def sdpa(q, k, v, kernel="sdpa"):
+    """softmax(q k^T / sqrt(d)) v with the causal mask, without holding the map, by one of KERNELS.
+    q, k (B, H, T, d) and v (B, h, T, d_v), each of whose heads serves H/h neighbours, to (B, H, T, d_v)."""
+    d, d_v, groups = q.shape[-1], v.shape[-1], q.shape[1] // v.shape[1]
+    how = dict(is_causal=True, scale=d**-0.5)
+    if kernel == "cudnn" and q.shape[2] > 1:  # takes d_v = 2d, and v as it is; refuses a single key
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=groups > 1, **how)
+    v = v.repeat_interleave(groups, 1) if groups > 1 else v
+    if kernel == "efficient":  # takes d_v = 2d: FlashDiffAttn_1 of the paper's appendix
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, **how)
+    if kernel == "flash_attn":  # (B, T, H, d), and d_v = d only, so V goes in two halves: FlashDiffAttn_2
+        from flash_attn import flash_attn_func
+
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        y = [flash_attn_func(q, k, part, softmax_scale=how["scale"], causal=True) for part in v.split(d, -1)]
+        return torch.cat(y, -1).transpose(1, 2)
+    if d_v > d:  # flash kernels want d_v = d, and a CPU's is 2 to 5 times slower without it: q, k with zeros behind
+        q, k = F.pad(q, (0, d_v - d)), F.pad(k, (0, d_v - d))
+    return F.scaled_dot_product_attention(q, k, v, **how)
+
+
+def pick_kernel(model, name="auto", dtype=torch.float32):
+    """Puts one of KERNELS behind the softmax family's fast form, tried first on a few tokens, backward too.
+
+    name "auto" takes the first of a list, fastest first, that the model's device and head size and dtype, that of the
+    matmuls, allow. Returns its name and why a faster one could not be had ("" if there is none); None and "" for a model
+    that uses none. ValueError with the reason when a kernel asked for by name can't run: nothing falls back in silence."""
+    layer, device = model.blocks[0].attn, model.wte.weight.device
+    if isinstance(layer, LinearAttention) or not layer.flash:
+        return None, ""
+    cuda = device.type == "cuda"
+    names, whys = [name], []
+    if name == "auto":
+        names = ["cudnn"] if cuda and torch.cuda.get_device_capability(device) >= (9, 0) else []
+        names += ["efficient"] if cuda and (layer.diff or dtype == torch.float32) else []
+        names += ["sdpa"]
+    for kernel in names:
+        with warnings.catch_warnings(record=True) as said:  # PyTorch tells its reasons as warnings
+            warnings.simplefilter("always")
+            try:
+                if kernel != "sdpa" and not cuda:
+                    raise ValueError(f"needs a CUDA device, not {device.type}")
+                if kernel == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+                    raise ValueError("flash-attn not installed: pip install flash-attn==2.8.3 --no-build-isolation")
+                heads = ((model.config.n_head, layer.d), (layer.h, model.config.n_embd // layer.h))
+                q, v = (torch.zeros(1, h, 16, d, device=device, dtype=dtype, requires_grad=True) for h, d in heads)
+                sdpa(q, q, v, kernel).sum().backward()
+                break
+            except (ValueError, RuntimeError, ImportError) as e:
+                reasons = [str(w.message).split(" (Trig")[0] for w in said if "runtime disabled" not in str(w.message)]
+                reasons = [r for r in reasons if "not used because" not in r] or str(e).splitlines()[:1]
+                whys.append(f"kernel {kernel} can't run here: {reasons[-1]}")
+    else:
+        raise ValueError(whys[-1])
+    for block in model.blocks:
+        block.attn.kernel = kernel
+    return kernel, "; ".join(whys)
 
 
 class SoftmaxAttention(Attention):
@@ -202,21 +265,26 @@ class SoftmaxAttention(Attention):
     def fast(self, q, k, v, rope, state):
         q, k = rotate(q, rope), rotate(k, rope)
         if state is not None:  # room for block_size keys and values
-            T = k.shape[2]
-            state["k"] = k.new_empty(k.shape[0], self.n_head, self.block_size, k.shape[-1])
-            state["v"] = v.new_empty(v.shape[0], self.h, self.block_size, v.shape[-1])
-            state["k"][:, :, :T], state["v"][:, :, :T] = k, v
-        v = v.repeat_interleave(2, 1) if self.diff else v
-        return self.difference(sdpa(q, k, v))  # (A1 - lambda A2) V = A1 V - lambda A2 V
+            room = (0, 0, 0, self.block_size - k.shape[2])
+            state["k"], state["v"] = F.pad(k, room), F.pad(v, room)
+        return self.difference(sdpa(q, k, v, self.kernel))  # (A1 - lambda A2) V = A1 V - lambda A2 V
 
     def step(self, q, k, v, rope, state):
         """The last row of the map, over the cache."""
-        q, k, t = rotate(q, rope), rotate(k, rope), state["T"]
-        if t == self.block_size:
-            raise ValueError(f"the cache is full at block_size={t} tokens: prefill again, from an empty state")
-        state["k"][:, :, t : t + 1], state["v"][:, :, t : t + 1] = k, v
-        S = q @ state["k"][:, :, : t + 1].mT / math.sqrt(self.d)  # (B, H, 1, t + 1)
-        return self.difference(wide(S).softmax(-1)).to(v.dtype) @ state["v"][:, :, : t + 1]
+        q, k = rotate(torch.cat((q, k), 1), rope).chunk(2, 1)
+        t, K, V = state["T"], state["k"], state["v"]
+        hidden = None
+        if torch.compiler.is_compiling():  # shapes that never change: all of the cache, and what is still empty hidden
+            hidden = torch.arange(self.block_size, device=t.device) > t
+        elif t.item() >= self.block_size:
+            raise ValueError(f"the cache is full at block_size={self.block_size}: prefill again, from an empty state")
+        else:
+            K, V = K[:, :, : t.item() + 1], V[:, :, : t.item() + 1]
+        K.index_copy_(2, t, k)
+        V.index_copy_(2, t, v)
+        S = q @ K.mT / math.sqrt(self.d)  # (B, H, 1, t + 1), or block_size of them
+        S = S if hidden is None else S.masked_fill(hidden, float("-inf"))
+        return self.difference(wide(S).softmax(-1)).to(v.dtype) @ V
 
 
 def phi(x):
@@ -272,7 +340,8 @@ class LinearAttention(Attention):
         q, k = phi(q), phi(k)
         state["Z"] += wide(k)
         z = (q * state["Z"]).sum(-1, keepdim=True) + Z_EPS
-        q, k = self.fold(rotate(q, rope) / z, rotate(k, rope))
+        q, k = rotate(torch.cat((q, k), 1), rope).chunk(2, 1)
+        q, k = self.fold(q / z, k)
         state["S"] += wide(k).mT * wide(v)
         return wide(q) @ state["S"]  # (B, h, 1, d_v)
 
@@ -313,14 +382,17 @@ def next_token(logits, temperature, top_k, top_p, generator):
     """The next token, (B, 1) int64, from logits (B, V): see GPT.generate."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    logits, token = wide(logits).sort(-1, descending=True)
-    p = ((logits - logits[:, :1]) / max(temperature, 1e-30)).softmax(-1)  # float32 takes less than that for 0
-    if top_k is not None:
-        p[:, top_k:] = 0
-    if top_p is not None:  # stays: what has less than top_p before it
-        p = p / p.sum(-1, keepdim=True)
-        p[:, 1:][(p.cumsum(-1) - p >= top_p)[:, 1:]] = 0
-    return token.gather(-1, torch.multinomial(p, 1, generator=generator))
+    logits = wide(logits)
+    p = ((logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)).softmax(-1)  # less is 0 in float32
+    if top_k is not None or top_p is not None:  # sorting 50,000 logits takes longer than all the rest
+        p, token = p.sort(-1, descending=True)
+        p[:, top_k or p.shape[-1] :] = 0
+        if top_p is not None:  # stays: what has less than top_p before it
+            p = p / p.sum(-1, keepdim=True)
+            p[:, 1:][(p.cumsum(-1) - p >= top_p)[:, 1:]] = 0
+        p = torch.zeros_like(p).scatter_(-1, token, p)
+    # what torch.multinomial does, without its checks, which wait for the device
+    return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1, keepdim=True)
 
 
 class GPT(nn.Module):
@@ -353,10 +425,9 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, state=None):
         """logits (B, T, vocab_size) and the mean loss in nats; without targets the last position's logits alone,
         (B, 1, vocab_size), and None. state: one dict per layer, empty to begin with; see Attention.forward."""
-        start = state[0].get("T", 0) if state else 0
-        position = torch.arange(start, start + idx.shape[1], device=idx.device)
-        rope = rotary(position, self.config.n_embd // self.config.n_head, self.config.rope_theta)
         x = self.wte(idx)
+        position = torch.arange(idx.shape[1], device=idx.device) + (state[0].get("T", 0) if state else 0)
+        rope = rotary(position, self.config.n_embd // self.config.n_head, self.config.rope_theta, wide(x[:0]).dtype)
         for i, block in enumerate(self.blocks):
             x = block(x, rope, state and state[i])
         x = self.norm(x if targets is not None else x[:, -1:])
@@ -364,30 +435,45 @@ class GPT(nn.Module):
         loss = None if targets is None else F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten())
         return logits, loss
 
-    @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None):
+    @torch.inference_mode()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, step=None):
         """Continues idx, (B, T) int64: yields max_new_tokens times the next token of each row, (B,) int64.
 
         temperature 0 takes the likeliest; top_k keeps that many; top_p the fewest whose probabilities reach it.
         A step costs the linear arms the same however long it runs. The softmax arms have room for block_size tokens (of
         a longer idx they see the last ones); when it is full they begin again from the last block_size / 2, because
-        keys dropped one by one would leave behind values that still depend on them. The first next() raises ValueError
-        for impossible arguments."""
+        keys dropped one by one would leave behind values that still depend on them. step is what runs a step, the model
+        as it is or torch.compile(model, mode="reduce-overhead"): one graph for all of them. The first next() raises
+        ValueError for impossible arguments."""
         if idx.ndim != 2 or idx.shape[1] == 0:
             raise ValueError(f"idx must be (B, T) with at least one token, not {tuple(idx.shape)}")
         if not temperature >= 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
             raise ValueError(f"need temperature >= 0, top_k >= 1, 0 < top_p <= 1: {temperature=} {top_k=} {top_p=}")
         cache = self.config.block_size if ATTENTION[self.config.attn] is SoftmaxAttention else None
-        kept = idx[:, -cache:] if cache else idx
-        x, state = kept, [{} for _ in self.blocks]
-        for _ in range(max_new_tokens):
-            if cache and state[0].get("T") == cache:
-                x, state = kept[:, -max(1, cache // 2) :], [{} for _ in self.blocks]
-            logits, _ = self(x, state=state)
+        kept, state, T = idx[:, -cache:] if cache else idx, None, 0
+        for n in range(max_new_tokens):
+            if n and T != cache:
+                logits, _ = (self if step is None else step)(x, state=state)
+                T += 1
+            else:  # a prefill
+                x, filled = kept[:, -max(1, cache // 2) :] if n else kept, [{} for _ in self.blocks]
+                logits, _ = self(x, state=filled)
+                state, T = state or filled, x.shape[1]
+                for old, new in zip(state, filled):
+                    for name, t in old.items():
+                        t.copy_(new[name])
+                        if step is not None:  # so that a CUDA graph may write to it: it stays where it is
+                            torch._dynamo.mark_static_address(t)
             x = next_token(logits[:, -1], temperature, top_k, top_p, generator)
             if cache:
                 kept = torch.cat((kept, x), 1)[:, -cache:]
             yield x[:, 0]
+
+    def matrices_in_bf16(self):
+        """To sample under autocast, which would cast them anew for every token. The norms and lambdas stay as they are."""
+        for p in self.parameters():
+            p.data = p.data.bfloat16() if p.ndim >= 2 else p.data
+        return self
 
     def flops_per_token(self, T):
         """FLOPs to train the *softmax* model of this size on one token of a sequence of T, whatever self is: so an arm

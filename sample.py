@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from model import GPT
+from model import GPT, KERNELS, pick_kernel
 from prepare_fineweb import EOT, Parser, count, get_tokenizer, number, pick_device, whole
 
 
@@ -27,6 +27,10 @@ def parse(argv):
     p.add_argument("--top_p", type=number(above=0, most=1), help="among the likeliest that together reach p (all)")
     p.add_argument("--seed", type=whole, default=1337, help="of the choices (1337)")
     p.add_argument("--device", help="cuda, cpu, … (cuda where there is one)")
+    both = argparse.BooleanOptionalAction
+    p.add_argument("--flash", action=both, default=True, help="read the prompt in the attention's fast form, or as the map")
+    p.add_argument("--kernel", default="auto", choices=("auto", *KERNELS), help="softmax family's, with --flash (auto)")
+    p.add_argument("--compile", action=both, help="torch.compile, a step as one CUDA graph (on cuda)")
     p.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the matmuls (bfloat16 on cuda)")
     return p, p.parse_args(argv)
 
@@ -46,23 +50,33 @@ def main(argv=None):
         enc = get_tokenizer(model.extra["tokenizer"])
         if enc.n_vocab != model.config.vocab_size:
             raise ValueError(f"{args.ckpt} has {model.config.vocab_size} tokens and its tokenizer {enc.n_vocab}")
+        bfloat16 = args.dtype == "bfloat16" or (args.dtype is None and device.type == "cuda")
+        for block in model.blocks:
+            block.attn.flash = args.flash
+        kernel, why = pick_kernel(model, args.kernel, torch.bfloat16 if bfloat16 else torch.float32)
     except (ValueError, OSError) as e:
         p.fail(str(e))
-    print(f"{args.ckpt}: {model.config.attn}, step {model.extra.get('step')}", file=sys.stderr)
+    print(f"{args.ckpt}: {model.config.attn}, step {model.extra.get('step')}{kernel and f', kernel {kernel} {why}' or ''}", file=sys.stderr)
 
     if device.type == "cpu" and sum(q.numel() for q in model.parameters()) < 10e6:
         torch.set_num_threads(1)  # the matmuls of a small model's step are too short to share: threads wait for threads
     prompt = enc.encode(args.prompt, allowed_special={EOT}) or [enc.eot_token]
     idx = torch.tensor([prompt], device=device).expand(args.num_samples, -1)
+    if bfloat16:
+        model.matrices_in_bf16()
     generator = torch.Generator(device).manual_seed(args.seed)
     how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, generator=generator)
     # a token may hold half a character: the decoders keep it back until the other half comes
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(args.num_samples)]
     texts, going = [args.prompt] * args.num_samples, set(range(args.num_samples))
-    made, start, first = 0, time.time(), None
-    bfloat16 = args.dtype == "bfloat16" or (args.dtype is None and device.type == "cuda")
-    print(args.prompt, end="", flush=True)
+    made, first = 0, None
     with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
+        if args.compile or (args.compile is None and device.type == "cuda"):
+            start, how["step"] = time.time(), torch.compile(model, mode="reduce-overhead", fullgraph=True)
+            list(model.generate(idx, 4, **how | dict(temperature=0)))  # draws nothing, so the seed says what it said
+            print(f"compiled in {time.time() - start:.0f} s", file=sys.stderr)
+        print(args.prompt, end="", flush=True)
+        start = time.time()
         for tokens in model.generate(idx, args.max_new_tokens, **how):
             first = first or time.time() - start
             for i, token in enumerate(tokens.tolist()):

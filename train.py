@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from model import ATTENTION, GPT, GPTConfig, wide
+from model import ATTENTION, GPT, KERNELS, GPTConfig, pick_kernel, wide
 from prepare_fineweb import (SHARDS, Parser, count, device_name, get_tokenizer, load_data, lock, number, one_line,
                              pick_device, several, whole)  # fmt: skip
 
@@ -78,6 +78,7 @@ def parse(argv):
     g.add_argument("--block_size", type=count, help="tokens per sequence")
     g.add_argument("--rope_theta", type=number(0), help="base of the rotary angles, 0 for no positions (10000)")
     g.add_argument("--flash", action=both, help="the fast form of the attention, or the map (fast)")
+    g.add_argument("--kernel", default="auto", choices=("auto", *KERNELS), help="softmax family's, with --flash (auto)")
     g.add_argument("--subln", action=both, help="RMSNorm on each head's output and the factor 1 - lambda_init (diff arms)")
     g.add_argument("--lambda_init", type=number(), help="a constant instead of 0.8 - 0.6 exp(-0.3 l)")
     g = p.add_argument_group("optimization")
@@ -304,6 +305,7 @@ def train_one(args, head, data, stopping, alone):
         raw, step = build(config, args.seed).to(args.device), 0
     for block in raw.blocks:
         block.attn.flash = args.flash
+    kernel, why = pick_kernel(raw, args.kernel, getattr(torch, args.dtype))
     optimizer = make_optimizer(raw, args)
     if kept:
         optimizer.load_state_dict(raw.extra.pop("optimizer"))
@@ -316,6 +318,8 @@ def train_one(args, head, data, stopping, alone):
     peak = next((flops for name, flops in PEAK.items() if name in head["device_name"]), None)
     say(f"{args.attn}: {head['parameters'] / 1e6:.2f} M parameters, seed {args.seed}, {args.steps} steps of "
         f"{args.total_batch:,} tokens, peak rate {args.lr:g} -> {args.out}")  # fmt: skip
+    if kernel:
+        say(f"kernel {kernel}" + (f" ({why})" if why else ""))
 
     if master:
         args.out.mkdir(parents=True, exist_ok=True)
