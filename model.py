@@ -275,9 +275,9 @@ class SoftmaxAttention(Attention):
         t, K, V = state["T"], state["k"], state["v"]
         hidden = None
         if torch.compiler.is_compiling():  # shapes that never change: all of the cache, and what is still empty hidden
-            hidden = torch.arange(self.block_size, device=t.device) > t
-        elif t.item() >= self.block_size:
-            raise ValueError(f"the cache is full at block_size={self.block_size}: prefill again, from an empty state")
+            hidden = torch.arange(K.shape[2], device=t.device) > t
+        elif t.item() >= K.shape[2]:
+            raise ValueError(f"the cache is full at block_size={K.shape[2]}: prefill again, from an empty state")
         else:
             K, V = K[:, :, : t.item() + 1], V[:, :, : t.item() + 1]
         K.index_copy_(2, t, k)
@@ -469,10 +469,10 @@ class GPT(nn.Module):
                 kept = torch.cat((kept, x), 1)[:, -cache:]
             yield x[:, 0]
 
-    def matrices_in_bf16(self):
-        """To sample under autocast, which would cast them anew for every token. The norms and lambdas stay as they are."""
-        for p in self.parameters():
-            p.data = p.data.bfloat16() if p.ndim >= 2 else p.data
+    def weights_in_bf16(self):
+        """To sample: autocast would cast them anew for every token. The lambdas stay, rounded they would be off."""
+        for name, p in self.named_parameters():
+            p.data = p.data if "lambda" in name else p.data.bfloat16()
         return self
 
     def flops_per_token(self, T):

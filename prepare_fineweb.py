@@ -105,6 +105,17 @@ def several(one):
     return lambda text: list(dict.fromkeys(one(part) for part in text.split(",")))
 
 
+def one_of(names):
+    """The type of a flag that takes one of names."""
+
+    def parse(text):
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
+        return text
+
+    return parse
+
+
 def lock(file, folder):
     """Takes folder for this process, until file (of it, open) is closed. ValueError if another one has it."""
     import fcntl

@@ -56,14 +56,16 @@ def main(argv=None):
         kernel, why = pick_kernel(model, args.kernel, torch.bfloat16 if bfloat16 else torch.float32)
     except (ValueError, OSError) as e:
         p.fail(str(e))
-    print(f"{args.ckpt}: {model.config.attn}, step {model.extra.get('step')}{kernel and f', kernel {kernel} {why}' or ''}", file=sys.stderr)
+    print(f"{args.ckpt}: {model.config.attn}, step {model.extra.get('step')}", file=sys.stderr)
+    if kernel:
+        print(f"kernel: {kernel}{why and f' ({why})'}", file=sys.stderr)
 
     if device.type == "cpu" and sum(q.numel() for q in model.parameters()) < 10e6:
         torch.set_num_threads(1)  # the matmuls of a small model's step are too short to share: threads wait for threads
     prompt = enc.encode(args.prompt, allowed_special={EOT}) or [enc.eot_token]
     idx = torch.tensor([prompt], device=device).expand(args.num_samples, -1)
     if bfloat16:
-        model.matrices_in_bf16()
+        model.weights_in_bf16()
     generator = torch.Generator(device).manual_seed(args.seed)
     how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, generator=generator)
     # a token may hold half a character: the decoders keep it back until the other half comes

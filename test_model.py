@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ import model as model_module
 import prepare_fineweb
 import sample
 import train
-from model import ATTENTION, GPT, GPTConfig, next_token, phi, rotary, rotate
+from model import ATTENTION, GPT, KERNELS, GPTConfig, next_token, phi, pick_kernel, rotary, rotate
 from prepare_fineweb import EOT, Shards, get_tokenizer, load_manifest, read_shard
 
 HERE = Path(__file__).parent
@@ -1402,6 +1403,240 @@ def test_ablations_are_the_rows_of_table_6(tmp_path, capsys):
     assert [h["lambda_init"] for h in heads] == [None] * 5 + [0.8, 0.5]
 
 
+# ---- kernels, speed and decode
+
+
+def fake_flash_attn(monkeypatch):
+    """flash_attn_func, as far as model.py uses it, on a CPU: (B, T, H, d), causal, d_v = d. Returns its calls."""
+    calls = []
+
+    def flash_attn_func(q, k, v, softmax_scale, causal):
+        assert causal and q.shape == k.shape == v.shape and softmax_scale == q.shape[-1] ** -0.5
+        calls.append(q.shape)
+        S = torch.einsum("bihd,bjhd->bhij", q, k) * softmax_scale
+        S = S.masked_fill(torch.ones_like(S, dtype=torch.bool).triu(1), float("-inf"))
+        return torch.einsum("bhij,bjhd->bihd", S.softmax(-1), v)
+
+    monkeypatch.setitem(sys.modules, "flash_attn", Namespace(flash_attn_func=flash_attn_func))
+    return calls
+
+
+def any_backend(monkeypatch):
+    """cudnn and efficient by PyTorch's plain path, which takes their shapes too. Returns what was asked for."""
+    asked = []
+
+    @contextmanager
+    def sdpa_kernel(backend):
+        asked.append(backend.name)
+        yield
+
+    monkeypatch.setattr(model_module, "sdpa_kernel", sdpa_kernel)
+    return asked
+
+
+def map_and_route(attn, kernel, dtype=torch.float64, device="cpu", T=70, autocast=None, **size):
+    """Outputs and gradients of a layer in float64 by the map, and by a kernel in dtype."""
+    found = []
+    layer = layer_of(attn, **size)
+    for layer.flash, t in ((False, torch.float64), (True, dtype)):
+        layer.to(device, torch.float32 if autocast else t).kernel = kernel
+        layer.to(device, torch.float64) if not layer.flash else None
+        x = random(2, T, size.get("n_embd", 32)).to(device, torch.float32 if autocast and layer.flash else t)
+        inputs = [x.requires_grad_(), *layer.parameters()]
+        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=bool(autocast) and layer.flash):
+            y = layer(x)
+        weight = random(2, T, size.get("n_embd", 32), seed=1).to(device)
+        found.append([y.detach(), *torch.autograd.grad((y * weight).sum(), inputs)])
+    return layer, found
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("attn", ["softmax", "diff"])
+def test_routes_equal_the_map(attn, kernel, monkeypatch):
+    """What each route does to q, k and v, in float64: sdpa as it is, the others with the kernel's CPU twin."""
+    calls, asked = fake_flash_attn(monkeypatch), any_backend(monkeypatch)
+    for T in (1, 2, 70):
+        _, (expected, y) = map_and_route(attn, kernel, T=T)
+        assert max((a - b).abs().max() / b.abs().max().clamp(min=1) for a, b in zip(y, expected)) < 1e-10
+    halves = 2 if attn == "diff" else 1
+    assert calls == ([(2, T, 4, 8) for T in (1, 2, 70) for _ in range(halves)] if kernel == "flash_attn" else [])
+    assert asked == {"cudnn": ["CUDNN_ATTENTION"] * 2, "efficient": ["EFFICIENT_ATTENTION"] * 3}.get(kernel, [])
+
+
+def test_a_kernel_that_cannot_run_is_an_error(monkeypatch):
+    model, linear = tiny("diff"), tiny("linear")
+    assert pick_kernel(model) == ("sdpa", "") and pick_kernel(model, "sdpa", torch.bfloat16) == ("sdpa", "")
+    for name in ("cudnn", "efficient", "flash_attn"):
+        with pytest.raises(ValueError, match=f"{name} can't run here: needs a CUDA device") as e:
+            pick_kernel(model, name)
+        assert "\n" not in str(e.value) and model.blocks[1].attn.kernel == "sdpa"
+        assert pick_kernel(linear, name) == (None, "")  # they have none
+        assert pick_kernel(tiny("diff", flash=False), name) == (None, "")
+    assert "kernel" not in vars(model.config)  # a checkpoint made on a GPU loads on a CPU
+
+
+@pytest.mark.parametrize("attn", ALL)
+def test_a_step_is_one_graph_for_every_position(attn):
+    """Compiled with static shapes it says what it says without, over refills, and is compiled once."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    model = tiny(attn, block_size=16, n_layer=1).double()
+    counter = CompileCounterWithBackend("aot_eager")
+    step = torch.compile(model, backend=counter, fullgraph=True)
+    for prompt in (7, 3):
+        idx = torch.randint(97, (2, prompt), generator=seeded(prompt))
+        eager, compiled = (torch.stack(list(model.generate(idx, 40, temperature=0, step=s))) for s in (None, step))
+        assert torch.equal(eager, compiled)
+    assert counter.frame_count == 1
+
+
+def test_steps_stay_exact_far_beyond_the_block():
+    """The position is counted in integers: a step of a linear arm at 3,000,000 rotates as the map would there."""
+    layer, x, state = layer_of("linear"), random(1, 2, 32), {}
+    with torch.no_grad():
+        layer(x[:, :1], state=state)
+        state["T"].fill_(3_000_000)
+        q, k, v = layer.project(x[:, 1:])
+        y = layer.step(q, k, v, layer.rope(q, state["T"]), {n: t.clone() for n, t in state.items()})
+        turn = [(rotate(phi(a), rotary(torch.tensor([m]), 8, 1e4)), m) for a, m in ((q, 3_000_000), (k, 3_000_000))]
+        old = rotate(phi(layer.project(x[:, :1])[1]), rotary(torch.tensor([0]), 8, 1e4))
+        z = (phi(q) * (phi(k) + phi(layer.project(x[:, :1])[1]))).sum(-1, keepdim=True)
+        expected = ((turn[0][0] * old).sum(-1, keepdim=True) * layer.project(x[:, :1])[2]
+                    + (turn[0][0] * turn[1][0]).sum(-1, keepdim=True) * v) / z  # fmt: skip
+    assert torch.allclose(y, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("attn", ALL)
+def test_sampling_with_weights_in_bf16(attn):
+    model, idx = tiny(attn), torch.zeros(2, 5, dtype=torch.int64)
+    with torch.no_grad():
+        expected = model(idx)[0]
+        model.weights_in_bf16()
+        assert all((p.dtype == torch.float32) == ("lambda" in n) for n, p in model.named_parameters())
+        with torch.autocast("cpu", torch.bfloat16):
+            assert relative(model(idx)[0], expected.double()) < 5e-2
+            assert len(list(model.generate(idx, 8))) == 8
+
+
+MINI = ["--n_layer=1", "--n_embd=32", "--n_head=2", "--device=cpu", "--repeats=2"]
+
+
+def test_bench_speed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "ENOUGH", 0)
+    pytest.importorskip("matplotlib")
+    bench.main(["speed", *MINI, "--T=16,32", "--train_T=16", "--batch_size=2", "--kernel=auto,cudnn", f"--out={tmp_path}"])
+    shown = capsys.readouterr().out
+    assert "softmax: kernel sdpa" in shown and sorted(os.listdir(tmp_path)) == ["speed.json", "speed.md", "speed.png"]
+    made = json.loads((tmp_path / "speed.json").read_text())
+    arms = [("softmax", "sdpa"), ("softmax", "cudnn"), ("diff", "sdpa"), ("diff", "cudnn")] + [(a, "chunks") for a in LINEAR]
+    alone, step = made["tables"].values()
+    assert [(r["T"], r["arm"], r["kernel"]) for r in alone] == [(T, *arm) for T in (16, 32) for arm in arms]
+    assert [(r["arm"], r["kernel"]) for r in step] == arms
+    for row in alone + step:
+        if row["kernel"] == "cudnn":
+            assert "needs a CUDA device" in row["Fwd + Bwd tokens/s"]
+        else:
+            assert all(math.isfinite(row[f"{what} / softmax"][0]) for what in ("Fwd", "Fwd + Bwd"))
+            assert row["arm"] != "softmax" or row["Fwd / softmax"] == row["Fwd + Bwd / softmax"] == [1, 0]
+    assert all(len(t["seconds"]) == 2 and min(t["seconds"]) > 0 for t in made["timings"])
+    assert {"device", "torch", "dtype", "batch", "date"} <= made["about"].keys()
+
+
+def test_bench_speed_says_what_ran_out_of_memory(tmp_path, monkeypatch, capsys):
+    def greedy(args, size, attn, kernel, B, T):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate …")
+
+    monkeypatch.setattr(bench, "training_step", greedy)
+    bench.main(["speed", *MINI, "--T=16", "--train_T=16", "--batch_size=1", "--arms=linear", f"--out={tmp_path}"])
+    assert "| 16 | linear | chunks | out of memory |" in capsys.readouterr().out
+
+
+def test_bench_profile(capsys):
+    bench.main(["speed", *MINI, "--train_T=16", "--batch_size=1", "--arms=softmax,linear", "--profile"])
+    shown = capsys.readouterr().out
+    assert "softmax, sdpa" in shown and "linear, chunks" in shown and shown.count("Self CPU time total") == 2
+
+
+def test_bench_decode(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "ENOUGH", 0)
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(bench, "recomputing", lambda args, preset: {"model": preset, "ratio": 1.0})
+    bench.main(["decode", *MINI, "--T=16,32", "--num_samples=1,3", "--recompute=toy", f"--out={tmp_path}"])
+    assert sorted(os.listdir(tmp_path)) == ["decode.json", "decode.md", "decode.png"]
+    made = json.loads((tmp_path / "decode.json").read_text())
+    C, d = 32, 16  # one layer, float32
+    for row in made["measured"]:
+        linear = {"linear": C * d + C, "diff_linear": 2 * C * d + C}  # S, twice as many features each; and Z
+        assert row["state_bytes"] == 4 * linear.get(row["arm"], 2 * row["context"] * C) and row["tokens_per_s"] > 0
+    assert len(made["measured"]) == 2 * 2 * 4 and len(made["tables"]) == 2
+
+
+def test_bench_crossing():
+    assert bench.crossing([256, 1024], [1.0, 4.0], [2.0, 2.0]) == pytest.approx(512)
+    assert bench.crossing([256, 1024], [1.0, 4.0], [0.5, 0.5]) is None
+    assert bench.crossing([256], [1.0], [2.0]) is None
+
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@cuda
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("attn", ALL)
+def test_cuda_routes_equal_the_map(attn, dtype, kernel):
+    """Outputs and gradients against the map in float64: bf16 (autocast, as trained) under 2e-2, and diff within
+    2 sqrt(1 + lambda^2) / (1 - lambda) of softmax's own; float32 under 2e-3 (tf32 is off)."""
+    size, errors = dict(n_embd=256, n_head=4, block_size=256), {}
+    if attn in LINEAR and kernel != "sdpa":
+        pytest.skip("the linear arms have no kernel to choose")
+    for arm in {"softmax", attn}:
+        try:
+            if arm not in LINEAR:
+                pick_kernel(tiny(arm, **size).cuda(), kernel, dtype)
+        except ValueError as e:
+            pytest.skip(str(e))
+        layer, (expected, found) = map_and_route(arm, kernel if arm == attn else "sdpa", device="cuda", T=200,
+                                                 autocast=dtype == torch.bfloat16, dtype=dtype, **size)  # fmt: skip
+        errors[arm] = [relative(a, b) for a, b in zip(found, expected)]
+    bound = 2e-2 if dtype == torch.bfloat16 else 2e-3
+    assert errors[attn][0] < bound
+    if attn == "diff":
+        lam = layer.lambda_full().item() if layer.diff else 0.36
+        assert errors["diff"][0] < 2 * math.sqrt(1 + lam**2) / (1 - lam) * errors["softmax"][0] + 1e-6
+    assert max(errors[attn][1:6]) < 3 * bound  # x and the four projections
+
+
+@cuda
+@pytest.mark.parametrize("attn", ALL)
+def test_cuda_compiled_equals_eager_and_a_step_changes_every_parameter(attn):
+    torch._dynamo.reset()
+    model = tiny(attn, n_embd=256).cuda()
+    pick_kernel(model, "auto", torch.bfloat16)
+    idx = torch.randint(97, (2, 129), generator=seeded(0)).cuda()
+    losses = []
+    for run in (model, torch.compile(model, fullgraph=True)):
+        with torch.autocast("cuda", torch.bfloat16):
+            losses.append(run(idx[:, :-1], idx[:, 1:])[1])
+    assert losses[1].item() == pytest.approx(losses[0].item(), abs=2e-2)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    losses[1].backward()
+    torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True).step()
+    assert [n for n, p in model.named_parameters() if torch.equal(p, before[n]) or not p.isfinite().all()] == []
+
+
+@cuda
+@pytest.mark.parametrize("attn", ALL)
+def test_cuda_graph_of_a_step_equals_eager(attn):
+    torch._dynamo.reset()
+    model = tiny(attn, block_size=16).cuda()
+    step = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    idx = torch.randint(97, (2, 7), generator=seeded(1)).cuda()
+    eager, compiled = (torch.stack(list(model.generate(idx, 40, temperature=0, step=s))) for s in (None, step))
+    assert (eager == compiled).float().mean() > 0.9  # another order of sums may turn a near tie
+
+
 # ---- bad input: one line, an exit code, no traceback
 
 
@@ -1454,6 +1689,17 @@ def test_ablations_are_the_rows_of_table_6(tmp_path, capsys):
         (sample, ["--temperature=-1"], "--temperature"),
         (sample, ["--top_p=2"], "--top_p"),
         (sample, ["--num_samples=0"], "--num_samples"),
+        (sample, ["--kernel=fast"], "--kernel"),
+        (train, ["--kernel=fast"], "--kernel"),
+        (train, ["--kernel=cudnn", "--device=cpu"], "cudnn can't run here: needs a CUDA device"),
+        (train, ["--kernel=flash_attn", "--device=cpu"], "flash_attn can't run here: needs a CUDA device"),
+        (bench, ["speed", "--kernel=cudnn", "--device=cpu"], "cudnn can't run here: needs a CUDA device"),
+        (bench, ["speed", "--arms=cosine"], "cosine"),
+        (bench, ["speed", "--n_head=3"], "n_embd must be divisible by n_head=3"),
+        (bench, ["speed", "--T=0"], "--T"),
+        (bench, ["speed", "--device=tpu9"], "tpu9"),
+        (bench, ["decode", "--num_samples=1,x"], "--num_samples"),
+        (bench, ["decode", "--kernel=sdpa"], "--kernel"),
     ],
 )
 def test_bad_input_ends_in_one_line(program, flags, says, tmp_path, monkeypatch, capsys):

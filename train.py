@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from model import ATTENTION, GPT, KERNELS, GPTConfig, pick_kernel, wide
 from prepare_fineweb import (SHARDS, Parser, count, device_name, get_tokenizer, load_data, lock, number, one_line,
-                             pick_device, several, whole)  # fmt: skip
+                             one_of, pick_device, several, whole)  # fmt: skip
 
 PRESETS = {
     "toy": dict(n_layer=4, n_head=4, n_embd=128, block_size=256, batch_size=8, steps=500, lr=2e-3, warmup=50,
@@ -54,18 +54,12 @@ PROMPT = "Once upon a time"
 PEAK = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}  # bf16 dense FLOP/s
 
 
-def arm(text):
-    if text not in ATTENTION:
-        raise argparse.ArgumentTypeError(f"needs one or more of {', '.join(ATTENTION)}, not {text!r}")
-    return text
-
-
 def parse(argv):
     """The parser, and the arguments of every run that the flags ask for."""
     p = Parser(prog="train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     both = argparse.BooleanOptionalAction
     g = p.add_argument_group("what is trained, on what (defaults come from the preset)")
-    g.add_argument("--attn", type=several(arm), default=["softmax"], help=f"{', '.join(ATTENTION)}: one or a comma list")
+    g.add_argument("--attn", type=several(one_of(ATTENTION)), default=["softmax"], help=f"{', '.join(ATTENTION)}: one or a comma list")
     g.add_argument("--preset", choices=PRESETS, help="toy, or gpt2 where there are shards and a CUDA device")
     g.add_argument("--data", type=Path, help=f"folder of shards or text file ({SHARDS}; toy: Python's manual)")
     g.add_argument("--out", type=Path, help="the run's folder (out/<attn> and what differs from the preset); "
