@@ -323,8 +323,9 @@ def rounds(builders, repeats, device):
     "peak": bytes on a GPU, of the first function, or None}}, and {name: reason} for what can't be run."""
     found, calls, cuda = {}, [], device.type == "cuda"
     for name, build in builders.items():
-        gc.collect()
-        before = torch.cuda.memory_allocated(device) if cuda else 0
+        if cuda:  # what the others left is not this one's
+            gc.collect()
+            before = torch.cuda.memory_allocated(device)
         try:
             functions = build()
             for f in (*functions.values(), *functions.values()):
@@ -491,7 +492,6 @@ def speed(p, args):
                     row["peak GB"] = one["peak"] / 1e9
                 if kind is training_step and peak_flops:
                     row["MFU"] = flops * b * length / statistics.median(one["fwd+bwd"]) / peak_flops
-            gc.collect()
     first = {attn: next((line for (a, _), line in lines.items() if a == attn), {}) for attn in ("softmax", "linear")}
     shared = [t for t in Ts if t in first["softmax"] and t in first["linear"]]
     cross = crossing(shared, *([first[attn][t] for t in shared] for attn in ("softmax", "linear")))
