@@ -560,25 +560,28 @@ def decoding(args, model, B, T, sizes):
 
 def recomputing(args, preset):
     """A row: the sampler, and generation that runs its whole context through the model for every token, as nanoGPT's does.
-    Softmax, one sequence: 500 tokens of a toy model, prefill included, or the tokens after 1,000 of GPT-2 small."""
-    toy, device = preset == "toy", args.device
-    block_size, vocab_size, prompt, n, lengths = (512, 257, 1, 500, range(1, 501, 10)) if toy else (
-                                                  1024, 50257, 1000, 8, [1000] * 3)  # fmt: skip
+    Softmax, one sequence, greedy: 500 tokens of a toy model, prefill included, or eight after the first 1,000 of GPT-2
+    small. The recomputation is timed in between, at evenly spaced lengths, so that a slow minute slows both."""
+    toy = preset == "toy"
+    block_size, vocab_size, first, last, gap = (512, 257, 1, 500, 10) if toy else (1024, 50257, 1000, 1007, 3)
     size = {name: train.PRESETS[preset][name] for name in ("n_layer", "n_head", "n_embd")}
     model = built(args, "softmax", "auto", block_size=block_size, vocab_size=vocab_size, **size)
-    step = compiled_step(args, model)
-    idx = torch.zeros(1, block_size, dtype=torch.int64, device=device)
+    step, idx = compiled_step(args, model), torch.zeros(1, block_size, dtype=torch.int64, device=args.device)
+    fast, slow = [], []
     with torch.inference_mode(), args.autocast:
-        list(model.generate(idx[:, :prompt], 4, temperature=0, step=step))  # warms up, and compiles
-        made = model.generate(idx[:, :prompt], n + 1 - toy, temperature=0, step=step)
+        list(model.generate(idx[:, :first], 4, temperature=0, step=step))  # warms up, and compiles
+        made = model.generate(idx[:, :first], last - first + 2, temperature=0, step=step)
         if not toy:
             next(made)  # the prefill
-        sampler = clock(lambda: list(made), device) / n
-        again = lambda t: lambda: next_token(model(idx[:, :t])[0][:, -1], 0, None, None, None)
-        whole = statistics.mean(clock(again(t), device) for t in lengths)
-    timed = "every tenth length up to 500" if toy else "3 times at 1,000"
-    return {"model": preset, "tokens": f"{prompt} to {prompt + n - 1}", "sampler tokens/s": 1 / sampler,
-            "recomputing tokens/s": 1 / whole, "ratio": whole / sampler, "recomputation timed": timed}  # fmt: skip
+        for t in range(first, last + 1):
+            fast.append(clock(lambda: next(made), args.device))
+            if (t - first) % gap == 0:
+                again = lambda: next_token(model(idx[:, :t])[0][:, -1], 0, None, None, None)  # noqa: B023
+                slow.append(clock(again, args.device))
+    timed = f"at {len(slow)} of {len(fast)} lengths"
+    fast, slow = statistics.mean(fast), statistics.mean(slow)
+    return {"model": preset, "context": f"{first} to {last}", "sampler tokens/s": 1 / fast,
+            "recomputing tokens/s": 1 / slow, "ratio": slow / fast, "recomputation timed": timed}  # fmt: skip
 
 
 def decode(p, args):

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -1609,6 +1609,14 @@ def test_bench_decode(tmp_path, monkeypatch):
         linear = {"linear": C * d + C, "diff_linear": 2 * C * d + C}  # S, twice as many features each; and Z
         assert row["state_bytes"] == 4 * linear.get(row["arm"], 2 * row["context"] * C) and row["tokens_per_s"] > 0
     assert len(made["measured"]) == 2 * 2 * 4 and len(made["tables"]) == 2
+
+
+def test_bench_sets_the_sampler_beside_recomputing(monkeypatch):
+    monkeypatch.setitem(train.PRESETS, "toy", dict(n_layer=1, n_head=2, n_embd=16))
+    args = Namespace(device=torch.device("cpu"), dtype="float32", compile=False, autocast=nullcontext())
+    row = bench.recomputing(args, "toy")
+    assert row["recomputation timed"] == "at 50 of 500 lengths" and row["context"] == "1 to 500"
+    assert row["ratio"] == pytest.approx(row["sampler tokens/s"] / row["recomputing tokens/s"])
 
 
 def test_bench_crossing():
