@@ -9,6 +9,7 @@ Every measurement. Each verb prints a Markdown table and writes <out>/<verb>.md,
 import argparse
 import datetime
 import gc
+import importlib.util
 import inspect
 import json
 import math
@@ -403,16 +404,26 @@ def attention_alone(args, size, attn, kernel, B, T):
     return {"fwd+bwd": both, "fwd": forward}
 
 
+def nanogpt(path, size, T):
+    """The model of karpathy/nanoGPT's model.py at path, of our softmax model's size, embedding rows included."""
+    spec = importlib.util.spec_from_file_location("nanogpt_model", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    size = {k: size[k] for k in ("n_layer", "n_head", "n_embd")} | dict(vocab_size=-(-size["vocab_size"] // 64) * 64)
+    return module.GPT(module.GPTConfig(block_size=T, dropout=0.0, bias=False, **size))
+
+
 def training_step(args, size, attn, kernel, B, T):
     """Builds one step of train.py, the optimizer's part included, and the forward pass of its loss."""
-    model = built(args, attn, kernel, block_size=T, **size)
+    model = nanogpt(args.nanogpt, size, T).to(args.device) if attn == "nanoGPT" else None
+    model = model or built(args, attn, kernel, block_size=T, **size)
     run = torch.compile(model, dynamic=False) if args.compile else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
-    tokens = torch.randint(size["vocab_size"], (B, T + 1), device=args.device)
+    optimizer = train.make_optimizer(model, argparse.Namespace(lr=1e-4, weight_decay=0.1))
+    idx, targets = torch.randint(size["vocab_size"], (2, B, T), device=args.device)
 
     def forward(mode=torch.no_grad):
         with mode(), args.autocast:
-            return run(tokens[:, :-1], tokens[:, 1:])[1]
+            return run(idx, targets)[1]
 
     def step():
         forward(torch.enable_grad).backward()
@@ -440,9 +451,11 @@ def speed(p, args):
     quartiles, in brackets the relative difference to softmax of the same rounds. A call takes --batch_size sequences of
     --train_T, or as many tokens at another length."""
     size, preset = machine(p, args)
+    if args.nanogpt and not args.nanogpt.is_file():
+        p.fail(f"--nanogpt={args.nanogpt} is no file: clone github.com/karpathy/nanoGPT and name its model.py")
     cuda, T = args.device.type == "cuda", args.train_T or preset["block_size"]
     B = args.batch_size or preset["batch_size"]
-    Ts = sorted(set(args.T or ([1024, 2048, 4096, 8192, 16384] if cuda else [256, 512, 1024, 2048, 4096])))
+    Ts = sorted(set(args.T or ([1024, 2048, 4096, 8192, 16384] if cuda else [256, 512, 1024, 2048, 4096, 8192])))
     about = conditions(args.device, dtype=args.dtype, compiled=args.compile, repeats=args.repeats,
                        model=f"{size['n_layer']} layers, {size['n_head']} heads, {size['n_embd']} channels",
                        batch=f"{B} x {T} tokens a training step, as many for attention alone, one sequence at least")  # fmt: skip
@@ -468,7 +481,8 @@ def speed(p, args):
         rows = tables.setdefault(caption, [])
         for length in lengths:
             b = max(1, B * T // length)
-            build = {(a, k): lambda a=a, k=k: kind(args, size, a, k, b, length) for a, k in names}  # noqa: B023
+            also = [("nanoGPT", "its own")] if args.nanogpt and kind is training_step else []
+            build = {(a, k): lambda a=a, k=k: kind(args, size, a, k, b, length) for a, k in names + also}  # noqa: B023
             found = rounds(build, args.repeats, args.device)
             base = next((found[name] for name in names if name[0] == "softmax" and isinstance(found[name], dict)), None)
             for (attn, kernel), one in found.items():
@@ -673,6 +687,7 @@ def main(argv=None):
                            f"{', '.join(KERNELS)} and auto for the softmax family; linear arms have none (auto)")  # fmt: skip
             q.add_argument("--batch_size", type=count, help="sequences of a training step (the preset's)")
             q.add_argument("--train_T", type=count, help="their length (the preset's block_size)")
+            q.add_argument("--nanogpt", type=Path, help="karpathy/nanoGPT's model.py, to time its training step beside ours")
             q.add_argument("--profile", action="store_true", help="only torch.profiler's table of one step of each arm")
         else:
             q.add_argument("--num_samples", type=several(count), default=[1, 8, 64], help="sequences at once (1,8,64)")
