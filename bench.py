@@ -12,19 +12,25 @@ import gc
 import importlib.util
 import inspect
 import json
+import logging
 import math
+import multiprocessing
+import os
 import shlex
 import statistics
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 import train
-from model import ATTENTION, GPT, KERNELS, GPTConfig, next_token, pick_kernel
-from prepare_fineweb import Parser, count, device_name, one_of, pick_device, several, whole
+from model import ATTENTION, GPT, KERNELS, GPTConfig, SoftmaxAttention, next_token, pick_kernel
+from prepare_fineweb import (Parser, Shards, count, device_name, get_tokenizer, load_data, one_of, pick_device,
+                             several, whole)  # fmt: skip
 
 # Okabe and Ito's colours, told apart by every kind of eye; dashed: a difference of two maps
 STYLE = {
@@ -651,6 +657,703 @@ def decode(p, args):
     publish(args.out, "decode", about, tables, draw, measured=measured)
 
 
+# what the paper's measurements share: checkpoints, their data, and a look inside
+
+
+def open_models(parser, args):
+    """The checkpoints of --ckpt, {label: model on --device}: labelled by the arm, or by the file where two share one."""
+    try:
+        args.device = pick_device(args.device)
+        args.ckpt = [path / "ckpt.pt" if path.is_dir() else path for path in args.ckpt]
+        models = [GPT.load(path, args.device).eval() for path in args.ckpt]
+        for path, model in zip(args.ckpt, models):
+            if model.extra.get("tokenizer") not in ("gpt2", "bytes"):
+                raise ValueError(f"{path} names no tokenizer of train.py's: this verb needs gpt2 or bytes")
+            model.enc = get_tokenizer(model.extra["tokenizer"])
+            if model.enc.n_vocab != model.config.vocab_size:
+                raise ValueError(f"{path} has {model.config.vocab_size} tokens and its tokenizer {model.enc.n_vocab}")
+    except (ValueError, OSError) as e:
+        parser.fail(str(e))
+    arms = [model.config.attn for model in models]
+    files = [str(path.parent if path.name == "ckpt.pt" else path) for path in args.ckpt]
+    return dict(zip(arms if len(set(arms)) == len(arms) else files, models))
+
+
+def open_data(parser, args, models):
+    """train and val of what the models were trained on, and T, their smallest block: the same tokens for every model."""
+    first, runs = next(iter(models.values())), [model.extra.get("run", {}) for model in models.values()]
+    path = args.data or runs[0].get("data")
+    try:
+        if path is None:
+            raise ValueError(f"{args.ckpt[0]} does not say what it was trained on: name it with --data")
+        train, val, tokenizer, what = load_data(None if str(path) == "pydoc_data.topics" else Path(path))
+        for file, model, run in zip(args.ckpt, models.values(), runs):
+            if model.extra["tokenizer"] != tokenizer:
+                raise ValueError(f"{file} speaks {model.extra['tokenizer']}, and {what['data']} is in {tokenizer}")
+            if args.data is None and run.get("data_sha256") != what["data_sha256"]:
+                raise ValueError(f"{file} was trained on other data than {what['data']} is now: name some with --data")
+    except (ValueError, OSError) as e:
+        parser.fail(str(e))
+    T = min(model.config.block_size for model in models.values())
+    if not val.sequences(T) or int(max(a.max() for a in val.arrays if len(a))) >= first.config.vocab_size:
+        parser.fail(f"the val split of {what['data']} has not one sequence of {T} tokens that the model knows")
+    return train, val, what["data"], T
+
+
+def batches(val, T, tokens, device):
+    """The first sequences of val, about so many tokens: (B, T + 1) int64 at a time, B T at most 8,192 or B = 1."""
+    n, B = max(1, min(val.sequences(T), tokens // T)), max(1, 8192 // T)
+    for first in range(0, n, B):
+        rows = [val.sequence(i, T) for i in range(first, min(first + B, n))]
+        yield torch.from_numpy(np.stack(rows)).to(device)
+
+
+@torch.no_grad()
+def token_losses(model, tokens):
+    """The loss in nats of each token of (B, T + 1) given those before it: (B, T) float32."""
+    logits, _ = model(tokens[:, :-1], tokens[:, 1:])
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(len(tokens), -1)
+
+
+@contextmanager
+def through_scores(model, look):
+    """Runs the model through its maps, with look(depth, S) in the place of every layer's scores S (B, H, T, T)."""
+    layers = [block.attn for block in model.blocks]
+    before = [layer.flash for layer in layers]
+    for depth, layer in enumerate(layers):
+        layer.flash, plain = False, layer.scores
+        layer.scores = lambda q, k, plain=plain, depth=depth: look(depth, plain(q, k))
+    try:
+        yield
+    finally:
+        for layer, flash in zip(layers, before):
+            layer.flash = flash
+            del layer.scores  # the class's own is back
+
+
+@torch.no_grad()
+def attention_maps(model, idx):
+    """Every layer's map of idx (B, T): n_layer tensors (B, h, T, T)."""
+    found = []
+    hooks = [block.attn.register_forward_pre_hook(lambda layer, inputs: found.append(layer.map(inputs[0])))
+             for block in model.blocks]  # fmt: skip
+    try:
+        model(idx)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def default(args, cpu, cuda):
+    """What --tokens or --limit is where it was not given."""
+    return cuda if args.device.type == "cuda" else cpu
+
+
+def line(i, model):
+    """How the i-th model is drawn: the arm's colour and dash, a marker of its own where an arm comes several times."""
+    return dict(STYLE[model.config.attn], marker="os^Dvx*P"[i % 8], markersize=4)
+
+
+def about(args, models, **more):
+    """The conditions of a measurement of checkpoints."""
+    trained = ", ".join(f"{label} {model.extra.get('step')}" for label, model in models.items())
+    return conditions(args.device, dtype="float32", **more, **{"steps trained": trained})
+
+
+# the verbs
+
+
+def ngrams(tokens, n, base):
+    """The number of the n-gram that ends at each token of (..., T) from the n-th on: (..., T - n + 1) int64."""
+    T = tokens.shape[-1]
+    return sum(tokens[..., i : T - n + 1 + i].astype(np.int64) * base ** (n - 1 - i) for i in range(n))
+
+
+def frequent_ngrams(tokens, n, base):
+    """The most frequent n-grams, which together are at most half of all in tokens (T,): their numbers, sorted, and k;
+    they are those seen more than k times."""
+    numbers, counts = np.unique(ngrams(tokens, n, base), return_counts=True)
+    most = np.sort(counts)[::-1]
+    k = int(most[np.searchsorted(most.cumsum(), counts.sum() / 2, side="right")])
+    return numbers[counts > k], k
+
+
+def seen_before(numbers):
+    """Which entries of each row of (B, M) stood in that row before: (B, M) bool."""
+    order = numbers.argsort(-1, kind="stable")
+    ordered = np.take_along_axis(numbers, order, -1)
+    again, seen = np.zeros(numbers.shape, bool), np.zeros(numbers.shape, bool)
+    again[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+    np.put_along_axis(seen, order, again, -1)
+    return seen
+
+
+def slices(p, args):
+    """val loss split into AR-hits and the rest (Zoology, arXiv 2312.04927; the paper's Table 6)
+
+    An AR-hit is a token that ends an n-gram which its context holds already, so that it could be looked up there, and
+    which is not among the n-grams most frequent in the training data, which need no looking up: those that together
+    make up half of it. n = 2 for gpt2 tokens and 5 for bytes. (Zoology leaves out what was seen 1,250 times, whatever
+    the size of the data.)"""
+    models = open_models(p, args)
+    train, val, data, T = open_data(p, args, models)
+    enc = next(iter(models.values())).enc
+    n = 2 if enc.name == "gpt2" else 5
+    counted = Shards([np.concatenate([a[: args.count] for a in train.arrays])[: args.count]])
+    frequent, k = frequent_ngrams(counted.arrays[0], n, enc.n_vocab)
+    tokens, hits, losses = args.tokens or default(args, 65_536, 4_000_000), [], {label: [] for label in models}
+    for batch in batches(val, T, tokens, args.device):
+        numbers = ngrams(batch.numpy(force=True), n, enc.n_vocab)
+        hit = np.zeros((len(batch), T), bool)
+        hit[:, n - 2 :] = seen_before(numbers) & ~np.isin(numbers, frequent)
+        hits.append(hit)
+        for label, model in models.items():
+            losses[label].append(token_losses(model, batch).numpy(force=True))
+    hits, rows = np.concatenate(hits), []
+    for label in models:
+        loss = np.concatenate(losses[label])
+        rows.append({"attn": label, "all": loss.mean().item(), "AR-hits": loss[hits].mean().item() if hits.any() else None,
+                     "the rest": loss[~hits].mean().item()})  # fmt: skip
+
+    def draw(figure):
+        ax = figure.subplots()
+        for i, (row, model) in enumerate(zip(rows, models.values())):
+            style, names = STYLE[model.config.attn], ("all", "AR-hits", "the rest")
+            places = np.arange(3) + (i - (len(rows) - 1) / 2) * 0.8 / len(rows)
+            ax.bar(places, [row[name] or 0 for name in names], 0.75 / len(rows), color=style["color"], label=row["attn"],
+                   hatch="//" if style["linestyle"] == "--" else None, edgecolor="white")  # fmt: skip
+        ax.set_xticks(range(3), ["all", f"AR-hits ({hits.mean():.1%})", f"the rest ({1 - hits.mean():.1%})"])
+        ax.set_ylabel("val loss (nats per token)")
+        ax.legend()
+
+    rule = f"{n}-grams seen more than {k:,} times in the first {len(counted.arrays[0]):,} training tokens"
+    caption = f"val loss in nats per token; {hits.mean():.1%} of the tokens are AR-hits"
+    publish(args.out, "slices", about(args, models, data=data, tokens=f"{hits.size:,}", context=T, **{"not a hit": rule}),
+            {caption: rows}, draw, k=k, n=n)  # fmt: skip
+
+
+def windowed_losses(model, tokens):
+    """token_losses with what the sampler sees (GPT.generate): when block_size tokens are full, a new beginning at the
+    last half of them. (B, T + 1) to (B, T)."""
+    block, T = model.config.block_size, tokens.shape[1] - 1
+    losses, done, start = [], 0, 0
+    while done < T:
+        end = min(start + block, T)
+        losses.append(token_losses(model, tokens[:, start : end + 1])[:, done - start :])
+        done, start = end, end - max(1, block // 2) + 1
+    return torch.cat(losses, 1)
+
+
+def position(p, args):
+    """mean loss by position in the text, up to and beyond the trained block (the paper's Figure 4)
+
+    Every arm sees its whole context; the softmax arms also as sample.py runs them, whose cache starts anew from its last
+    half whenever it is full."""
+    models = open_models(p, args)
+    _, val, data, T = open_data(p, args, models)
+    L = args.length or 4 * T
+    if not val.sequences(L):
+        p.fail(f"the val split of {data} has {val.tokens:,} tokens, fewer than --length={L} and one: choose a smaller one")
+    tokens = args.tokens or default(args, 65_536, 4_000_000)
+    curves = {}  # label to (style, sum of the losses of each position)
+    for batch in batches(val, L, tokens, args.device):
+        for i, (label, model) in enumerate(models.items()):
+            ways = {label: token_losses}
+            if ATTENTION[model.config.attn] is SoftmaxAttention:
+                ways[f"{label}, window"] = windowed_losses
+            for name, losses in ways.items():
+                style = line(i, model) | (dict(linestyle=":") if name != label else {})
+                curve = losses(model, batch).double().sum(0).cpu().numpy()
+                curves[name] = style, curve + (curves[name][1] if name in curves else 0)
+    n = max(1, min(val.sequences(L), tokens // L))
+    ends = sorted({min(L, 2**i) for i in range(4, 64) if 2 ** (i - 1) < L} | {T})
+    upto, between = [], []
+    for start, end in zip([0, *ends], ends):
+        upto.append({"position": end} | {name: float(c[:end].sum() / n / end) for name, (_, c) in curves.items()})
+        between.append({"positions": f"{start + 1:,} to {end:,}"} | {name: float(c[start:end].mean() / n)
+                                                                     for name, (_, c) in curves.items()})  # fmt: skip
+
+    def draw(figure):
+        ax = figure.subplots()
+        for name, (style, c) in curves.items():
+            ax.plot(np.arange(1, L + 1), c.cumsum() / n / np.arange(1, L + 1), label=name, markevery=(0.1, 0.1), **style)
+        ax.axvline(T, color="grey", linewidth=0.8)
+        ax.text(T, ax.get_ylim()[0], "trained block ", ha="right", va="bottom", color="grey")
+        ax.set(xscale="log", xlabel="position (tokens)", ylabel="mean loss up to it (nats per token)")
+        ax.legend()
+
+    publish(args.out, "position", about(args, models, data=data, tokens=f"{n * L:,}", **{"trained block": T}),
+            {"Mean loss up to a position (nats per token)": upto, "Mean loss between positions": between}, draw,
+            by_position={name: (c / n).tolist() for name, (_, c) in curves.items()})  # fmt: skip
+
+
+class Extremes:
+    """Of all numbers that pass: the 100 largest absolute values, and the median of the absolute values, read off a
+    histogram with 64 bins an octave and so within 0.6 %."""
+
+    def __init__(self):
+        self.top, self.histogram = torch.empty(0), torch.zeros(64 * 64, dtype=torch.float64)
+
+    def add(self, x):
+        x = x.abs().flatten().float()
+        self.top = torch.cat((self.top, x.topk(min(100, len(x))).values.cpu())).sort(descending=True).values[:100]
+        self.histogram += torch.histc(x.clamp(2.0**-31.9, 2.0**31.9).log2(), 64 * 64, -32, 32).double().cpu()
+
+    def row(self):
+        sums = self.histogram.cumsum(0)
+        middle = (int(torch.searchsorted(sums, sums[-1] / 2)) + 0.5) / 64 - 32
+        return {f"top-{k}": self.top[k - 1].item() if len(self.top) >= k else None for k in (1, 2, 3, 10, 100)} | {
+            "median": 2**middle}  # fmt: skip
+
+
+@torch.no_grad()
+def outliers(p, args):
+    """the largest scores and activations beside their median (the paper's Table 5)
+
+    Absolute values: of what layer.scores gives below and on the diagonal (attention logits in the softmax arms, rotated
+    products of features before the division in the linear ones), for each branch of a difference; and of the residual
+    stream after each block. Over all layers, heads and tokens; --tokens is 4e5 on a GPU."""
+    models = open_models(p, args)
+    _, val, data, T = open_data(p, args, models)
+    tokens, found = args.tokens or default(args, 32_768, 400_000), {}
+    for label, model in models.items():
+        branches = [", branch 1", ", branch 2"] if model.blocks[0].attn.diff else [""]
+        scores = [found.setdefault(("scores" + branch, label), Extremes()) for branch in branches]
+        stream = found.setdefault(("residual stream", label), Extremes())
+
+        def look(depth, S):
+            causal = torch.ones(S.shape[-2:], dtype=torch.bool, device=S.device).tril()
+            for i, extremes in enumerate(scores):
+                extremes.add(S[:, i :: len(scores)][..., causal])
+            return S
+
+        hooks = [block.register_forward_hook(lambda block, inputs, output: stream.add(output)) for block in model.blocks]
+        with through_scores(model, look):
+            n = sum(model(batch[:, :-1])[0].shape[0] for batch in batches(val, T, tokens, args.device))
+        for hook in hooks:
+            hook.remove()
+    rows = [{"of": kind, "attn": label} | extremes.row() for (kind, label), extremes in found.items()]
+    rows.sort(key=lambda row: row["of"] == "residual stream")
+
+    def draw(figure):
+        for ax, kind in zip(figure.subplots(1, 2), ("scores", "residual stream")):
+            for i, (label, model) in enumerate(models.items()):
+                for (name, which), extremes in found.items():
+                    if which == label and name.startswith(kind):
+                        style = line(i, model) | dict(marker=None, linewidth=1 + name.endswith("1"))
+                        name = label + name.removeprefix(kind)
+                        ax.plot(range(1, len(extremes.top) + 1), extremes.top, label=name, **style)
+                        ax.plot([1, 100], [extremes.row()["median"]] * 2, **style | dict(alpha=0.4))
+            ax.set(xscale="log", yscale="log", xlabel="rank; pale: the median", ylabel=f"absolute value: {kind}")
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+
+    publish(args.out, "outliers", about(args, models, data=data, tokens=f"{n * T:,}", context=T),
+            {"The largest absolute values and the median": rows}, draw)  # fmt: skip
+
+
+def absmax(S, bits, dims):
+    """S rounded to 2^(bits - 1) - 1 steps either side of zero, the largest absolute value over dims being the last.
+    Only entries on and below the diagonal count: the rest is never looked at."""
+    step = S.tril().abs().amax(dims, keepdim=True).clamp(min=1e-30) / (2 ** (bits - 1) - 1)
+    return (S / step).round() * step
+
+
+@torch.no_grad()
+def quant(p, args):
+    """val loss with the scores rounded to few bits by absmax (the paper's Figure 8)
+
+    What layer.scores gives is rounded to 2^(bits - 1) - 1 steps either side of zero, the largest absolute value being
+    the last step: of each text and layer, all heads and branches together, or with --per=head of each head. Nothing
+    else is quantized. HellaSwag for gpt2 checkpoints, as the verb hellaswag has it."""
+    models = open_models(p, args)
+    _, val, data, T = open_data(p, args, models)
+    dims, tokens = ((1, 2, 3) if args.per == "layer" else (2, 3)), args.tokens or default(args, 16_384, 1_000_000)
+    limit = default(args, 100, 10_042) if args.limit is None else args.limit
+    questions = open_hellaswag(p, args.source, limit) if limit and next(iter(models.values())).enc.name == "gpt2" else []
+    rows, n = [], 0
+    for bits in (None, 8, 6, 4):
+        row, right = {"bits": bits or "not quantized"}, {}
+        for label, model in models.items():
+            with through_scores(model, lambda depth, S: S if bits is None else absmax(S, bits, dims)):
+                losses = [token_losses(model, batch).double() for batch in batches(val, T, tokens, args.device)]
+                row[label], n = torch.cat(losses).mean().item(), sum(x.numel() for x in losses)
+                if questions:
+                    right[f"{label}, HellaSwag"] = score_hellaswag(model, questions, T)["accuracy, normalised"]
+        rows.append(row | right)
+
+    def draw(figure):
+        panels = {"val loss above that of exact scores (nats)": ""}
+        panels |= {"HellaSwag accuracy": ", HellaSwag"} if questions else {}
+        for ax, (ylabel, suffix) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items()):
+            for i, (label, model) in enumerate(models.items()):
+                zero = 0 if suffix else rows[0][label]
+                ax.plot(range(4), [row[label + suffix] - zero for row in rows], label=label, **line(i, model))
+            ax.set_xticks(range(4), ["none", "8", "6", "4"])
+            ax.set(xlabel="bits of the scores", ylabel=ylabel)
+            ax.legend()
+
+    more = {"HellaSwag rows": len(questions)} if questions else {}
+    each = "each text, layer and head" if args.per == "head" else "each text and layer"
+    publish(args.out, "quant", about(args, models, data=data, tokens=f"{n:,}", context=T, absmax=f"of {each}", **more),
+            {"val loss in nats per token, scores quantized": rows}, draw)  # fmt: skip
+
+
+def open_hellaswag(parser, source, limit):
+    """The first rows of the validation split: dicts of ctx, four endings and the right one's number, label."""
+    logging.disable()  # the libraries' retries, which end in our one line
+    try:
+        import datasets
+
+        datasets.disable_progress_bars()
+        found = datasets.load_dataset(source, split="validation")
+        found = found.select_columns(["ctx", "endings", "label"]).select(range(min(limit, len(found)))).to_list()
+        if not all(len(row["endings"]) == 4 and str(row["label"]) in set("0123") for row in found):
+            raise ValueError("its rows need four endings and a label")
+        return found
+    except Exception as e:  # no network, no folder, other columns: of many classes
+        parser.fail(f"can't read HellaSwag from {source} ({' '.join(str(e).split())[:150]}): a folder will do, --source=…")
+
+
+@torch.no_grad()
+def score_hellaswag(model, rows, block):
+    """Zero-shot: a row is right when the right ending is the likeliest, by the sum of its tokens' losses ("accuracy") or
+    by their mean ("normalised"). A context too long for the block is cut from the left.
+
+    Endings of one length go through the model together: then nothing is padded, and nothing can leak from a pad."""
+    texts, cut = {}, 0
+    for i, row in enumerate(rows):
+        context, longest = model.enc.encode_ordinary(row["ctx"]), 0
+        for j, ending in enumerate(row["endings"]):
+            ending = model.enc.encode_ordinary(" " + ending)
+            text = (context + ending)[-block - 1 :]
+            longest = max(longest, len(context) + len(ending))
+            texts.setdefault(len(text), []).append((i, j, text, min(len(ending), len(text) - 1)))
+        cut += longest > block + 1
+    total, mean = torch.zeros(len(rows), 4), torch.zeros(len(rows), 4)
+    for length, group in texts.items():
+        size = max(1, 8192 // length)
+        for first in range(0, len(group), size):
+            part = group[first : first + size]
+            losses = token_losses(model, torch.tensor([text for _, _, text, _ in part], device=model.wte.weight.device))
+            for (i, j, _, m), loss in zip(part, losses.cpu()):
+                total[i, j], mean[i, j] = loss[-m:].sum(), loss[-m:].mean()
+    label = torch.tensor([int(row["label"]) for row in rows])
+    plain, normalised = ((x.argmin(1) == label).float().mean().item() for x in (total, mean))
+    error = math.sqrt(normalised * (1 - normalised) / len(rows))
+    return {"accuracy, normalised": normalised, "standard error": error, "accuracy": plain, "contexts cut": cut}
+
+
+def hellaswag(p, args):
+    """zero-shot HellaSwag, 10,042 unfinished stories with four endings (the paper's Section 3.1)
+
+    Normalised accuracy: the ending whose tokens have the smallest mean loss, after the context and a space; beside it
+    the accuracy by the sum of the losses. Guessing gets 0.25."""
+    models = open_models(p, args)
+    questions = open_hellaswag(p, args.source, args.limit)
+    block = min(model.config.block_size for model in models.values())
+    rows = [{"attn": label, "rows": len(questions)} | score_hellaswag(models[label], questions, block) for label in models]
+
+    def draw(figure):
+        ax = figure.subplots()
+        for i, (row, model) in enumerate(zip(rows, models.values())):
+            ax.errorbar(i, row["accuracy, normalised"], row["standard error"], capsize=4, **line(i, model))
+        ax.axhline(0.25, color="grey", linewidth=0.8)
+        ax.text(-0.48, 0.25, "guessing", va="bottom", color="grey")
+        ax.set_xticks(range(len(rows)), [row["attn"] for row in rows])
+        ax.set(ylabel="HellaSwag, normalised accuracy ± 1 standard error", xlim=(-0.5, len(rows) - 0.5))
+
+    publish(args.out, "hellaswag", about(args, models, source=args.source, context=block, normalised="per token"),
+            {"HellaSwag, zero-shot": rows}, draw)  # fmt: skip
+
+
+def token_names(enc, tokens):
+    """What stands at the axes of a map: spaces and ends of lines made visible."""
+    return [enc.decode([t]).replace(" ", "␣").replace("\n", "↵") for t in tokens]
+
+
+def draw_map(ax, A, largest, names=None):
+    """One signed map (T, T): purple above zero, orange below, white at zero and above the diagonal."""
+    A = np.ma.masked_where(np.triu(np.ones(A.shape, bool), 1), A)
+    image = ax.imshow(A, cmap="PuOr", vmin=-largest, vmax=largest, interpolation="nearest")
+    if names:
+        ax.set_xticks(range(len(names)), names, fontsize=6)
+        ax.set_yticks(range(len(names)), names, fontsize=6)
+    else:
+        ax.tick_params(labelsize=6)
+    return image
+
+
+@torch.no_grad()
+def maps(p, args):
+    """the attention maps of a text, heads averaged and one by one (the paper's Figure 1)
+
+    Row i is how token i mixes the tokens before it; what is subtracted more than it is added is negative. The table is
+    of all layers, the figure of one."""
+    models = open_models(p, args)
+    layers = min(model.config.n_layer for model in models.values())
+    if (args.layer or 1) > layers:
+        p.fail(f"--layer={args.layer}: there are {layers}")
+    layer, shown, rows = args.layer or layers, {}, []
+    for label, model in models.items():
+        tokens = model.enc.encode_ordinary(args.text)
+        if not 1 < len(tokens) <= 1024:
+            p.fail(f"--text has {len(tokens)} tokens, and a map to look at needs 2 to 1,024")
+        found = [A[0].float().cpu() for A in attention_maps(model, torch.tensor([tokens], device=args.device))]
+        shown[label] = found[layer - 1], token_names(model.enc, tokens) if len(tokens) <= 32 else None
+        for depth, A in enumerate(found):
+            size = A.abs().sum(-1)
+            numbers = {"smallest": A.min(), "largest": A.max(), "sum of a row": A.sum(-1).mean(),
+                       "negative share": (-A).clamp(min=0).sum() / size.sum(),
+                       "on the first token": (A[..., 0].abs() / size).mean()}  # fmt: skip
+            rows.append({"attn": label, "layer": depth + 1, "heads": len(A)} | {key: x.item() for key, x in numbers.items()})
+
+    def draw(figure):
+        heads = max(len(A) for A, _ in shown.values())
+        figure.set_size_inches(3.2 * len(shown) + 0.8, 2.9 * (1 + heads))
+        axes = figure.subplots(1 + heads, len(shown), squeeze=False)
+        largest = torch.cat([A[A != 0].abs() for A, _ in shown.values()]).quantile(0.99).item()
+        for column, (label, (A, names)) in zip(axes.T, shown.items()):
+            for ax in column[1 + len(A) :]:
+                ax.axis("off")
+            for i, (ax, B) in enumerate(zip(column, [A.mean(0), *A])):
+                image = draw_map(ax, B.numpy(), largest, names)
+                ax.set_title(f"{label}, head {i}" if i else f"{label}, layer {layer}, mean of {len(A)} heads", fontsize=9)
+        figure.colorbar(image, ax=axes, shrink=0.4, extend="both", label="weight (1 % are beyond the ends)")
+        axes[0, 0].set(xlabel="attended token", ylabel="token")
+
+    publish(args.out, "maps", about(args, models, text=repr(args.text)),
+            {"Attention maps (shares are of absolute values)": rows}, draw,
+            maps={label: A.tolist() for label, (A, _) in shown.items()})  # fmt: skip
+
+
+# recall: the task, the models and the grid, all of it fixed before any arm but softmax was looked at
+KEYS, VALUES, FILLERS = 16, 16, 32  # token numbers: the keys, then the values, then the fillers
+RECALL_T = 64  # tokens of a text in training, at most
+RECALL_STEPS, RECALL_DENSE = 1000, 300  # without fillers at first; then up to more and more of them until half-way
+RECALL_MODEL = dict(n_layer=2, n_head=4, n_embd=64, block_size=RECALL_T, vocab_size=KEYS + VALUES + FILLERS)
+RECALL_GAIN = 4.0  # the matrices start so much larger: 0.02 is made for 768 channels, and 1 / sqrt(64) is 0.125
+RECALL_BATCH, RECALL_LR, RECALL_WARMUP = 64, 1e-3, 50
+NEEDLES = (1, 2, 4, 8)  # N in training, drawn anew each step; all are asked for
+GRID = [(N, R) for N in (*NEEDLES, 12) for R in (1, 2, 4) if R <= N]  # 12: beyond training
+DEPTHS, LENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0), (32, 64, 128, 256, 512)
+DEPTH_N = 4  # needles in the grids by depth and length, of which one is asked for
+ORDERS, SETS = 10, 2  # shufflings of the same needles, and how many times that is done
+RECALL_TEXTS = 256  # texts behind a figure
+
+
+def recall_texts(generator, B, T, N, R, depth=None, needles=None):
+    """B texts of T tokens, (B, T), and where their needles begin, (B, N).
+
+    N needles, a key and its value each, at random places among T - 2 R - 2 N fillers; then R of the keys, each once and
+    followed by its value. depth: where the first that is asked for lies, from 0 (the text's beginning) to 1 (just before
+    the first query). needles: keys and values (N,) in the order in which every text has them; else drawn for each."""
+    end = T - 2 * R
+    lot = torch.rand(B, end - N, generator=generator)  # of the places, a needle taking one
+    if depth is not None:
+        lot[:, round(depth * (end - N - 1))] = -1  # the first to be drawn
+    place = lot.argsort(-1)[:, :N]
+    place = place + place.argsort(-1).argsort(-1)  # those before it take two tokens
+    if needles is None:
+        key = torch.rand(B, KEYS, generator=generator).argsort(-1)[:, :N]
+        value = KEYS + torch.randint(VALUES, (B, N), generator=generator)
+    else:
+        order = torch.rand(B, N, generator=generator).argsort(-1)
+        place = place.sort(-1).values.gather(1, order)
+        key, value = needles[0][order], needles[1][order]
+    text = KEYS + VALUES + torch.randint(FILLERS, (B, T), generator=generator)
+    text.scatter_(1, place, key).scatter_(1, place + 1, value)
+    text[:, end:] = torch.stack((key[:, :R], value[:, :R]), -1).flatten(1)
+    return text, place
+
+
+@torch.no_grad()
+def recall_accuracy(model, device, T, N, R, seed=0, **how):
+    """The share of the answers of RECALL_TEXTS texts that get the highest logit, given the right answers before them."""
+    text, _ = recall_texts(torch.Generator().manual_seed(seed), RECALL_TEXTS, T, N, R, **how)
+    text, right = text.to(device), 0
+    for part in text.split(max(1, 8192 // T)):
+        logits, _ = model(part[:, :-1], part[:, 1:])
+        right += (logits[:, T - 2 * R :: 2].argmax(-1) == part[:, T - 2 * R + 1 :: 2]).sum().item()
+    return right / (RECALL_TEXTS * R)
+
+
+@torch.no_grad()
+def attention_shares(model, device, T, N, depth):
+    """The shares of the last token's attention, the query, on the answer's span (its key and value) and on the noise
+    (everything else before the query): absolute values, each row's made to sum to 1, the mean over layers, heads, texts."""
+    text, place = recall_texts(torch.Generator().manual_seed(1), RECALL_TEXTS, T, N, 1, depth)
+    rows = [A[:, :, -1].abs() for A in attention_maps(model, text[:, :-1].to(device))]  # (B, h, T - 1) of each layer
+    share = torch.stack([(row / row.sum(-1, keepdim=True)).mean(1) for row in rows]).mean(0).cpu()  # (B, T - 1)
+    answer = (share.gather(1, place[:, :1]) + share.gather(1, place[:, :1] + 1)).mean().item()
+    return answer, share[:, : T - 2].sum(-1).mean().item() - answer
+
+
+def recall_run(attn, seed, steps, device, tick):
+    """Trains one model and measures it: a dict of what the tables need. tick() is called after each step."""
+    model = GPT(GPTConfig(attn=attn, **RECALL_MODEL), seed)
+    with torch.no_grad():
+        for w in model.parameters():
+            w.mul_(RECALL_GAIN if w.ndim == 2 else 1)
+    model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RECALL_LR, betas=(0.9, 0.95), weight_decay=0.1)
+    generator, curve = torch.Generator().manual_seed(seed), []
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = RECALL_LR * min(1, (step + 1) / RECALL_WARMUP, 2 - 2 * step / steps)
+        N = NEEDLES[int(torch.randint(len(NEEDLES), (), generator=generator))]
+        fillers = (RECALL_T - 4 * N) * min(1, max(0, (step - RECALL_DENSE) / (steps / 2 - RECALL_DENSE)))
+        T = 4 * N + int(torch.randint(int(fillers) + 1, (), generator=generator))
+        text, _ = recall_texts(generator, RECALL_BATCH, T, N, N)
+        targets = torch.full_like(text[:, 1:], -100)  # cross_entropy passes over these
+        targets[:, T - 2 * N :: 2] = text[:, T - 2 * N + 1 :: 2]
+        _, loss = model(text[:, :-1].to(device), targets.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if N == NEEDLES[-1]:
+            curve.append((step + 1, loss.item()))
+        tick()
+    orders = []
+    for number in range(SETS):
+        g = torch.Generator().manual_seed(number)
+        N = NEEDLES[-1]
+        needles = torch.randperm(KEYS, generator=g)[:N], KEYS + torch.randint(VALUES, (N,), generator=g)
+        shuffled = [[x[order] for x in needles] for order in (torch.randperm(N, generator=g) for _ in range(ORDERS))]
+        orders.append([recall_accuracy(model, device, RECALL_T, N, N, needles=x) for x in shuffled])
+    example, _ = recall_texts(torch.Generator().manual_seed(2), 1, RECALL_T, DEPTH_N, 1, 0.5)
+    return dict(
+        attn=attn, seed=seed, curve=curve, orders=orders, example=example[0].tolist(),
+        parameters=sum(w.numel() for w in model.parameters()),
+        needles={f"N={N} R={R}": recall_accuracy(model, device, RECALL_T, N, R) for N, R in GRID},
+        depths=[[recall_accuracy(model, device, T, DEPTH_N, 1, depth=depth) for T in LENGTHS] for depth in DEPTHS],
+        shares=[attention_shares(model, device, RECALL_T, DEPTH_N, depth) for depth in DEPTHS],
+        map=[A[0].mean(0).tolist() for A in attention_maps(model, example[:, :-1].to(device))],
+    )  # fmt: skip
+
+
+def recall_worker(counter):
+    """A process of its own for one run at a time: one thread, since models this small have nothing to share."""
+    global recall_counter
+    torch.set_num_threads(1)
+    recall_counter = counter
+
+
+def recall_job(job):
+    def tick():
+        with recall_counter.get_lock():
+            recall_counter.value += 1
+
+    return recall_run(*job, tick)
+
+
+def recall_runs(jobs, steps, procs):
+    """Every job's result, in order; procs of them at a time, under one progress bar."""
+    from tqdm import tqdm
+
+    with tqdm(total=len(jobs) * steps, unit="step", disable=None, smoothing=0.02) as bar:
+        if procs == 1:
+            torch.set_num_threads(1)  # as in the workers: the same bits
+            return [recall_run(*job, bar.update) for job in jobs]
+        spawn = multiprocessing.get_context("spawn")
+        counter = spawn.Value("q", 0)
+        with spawn.Pool(procs, recall_worker, (counter,)) as pool:
+            results = pool.map_async(recall_job, jobs, chunksize=1)
+            while not results.ready():
+                results.wait(1)
+                bar.update(counter.value - bar.n)
+            return results.get()
+
+
+def recall(p, args):
+    """trains tiny models of every arm on recall among noise and scores them (Tables 2 and 3, Figures 1, 5 and 7)
+
+    A text holds N needles, a key and its value each, among fillers; at its end stand R of the keys, and after each of
+    them its value must come. What is measured, on a grid that is fixed and shown whole: accuracy by N and R; by the depth
+    of the needle and the length of the text, also beyond the trained one; the share of the attention on the answer and on
+    the noise; how much the order of the same needles matters; one example's maps. The settings stand at the top of the
+    verb in bench.py. They are the same for every arm and were chosen on softmax."""
+    try:
+        args.device = pick_device(args.device)
+    except ValueError as e:
+        p.fail(str(e))
+    jobs = [(attn, seed, args.steps, args.device) for seed in range(args.seeds) for attn in ATTENTION]
+    began = time.time()
+    runs = recall_runs(jobs, args.steps, min(args.procs, len(jobs)))
+    of = {attn: [run for run in runs if run["attn"] == attn] for attn in ATTENTION}
+
+    def spread(values):
+        """(mean, standard deviation or None for one seed)."""
+        return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+    learnt = lambda run: next((step for step, loss in run["curve"] if loss < 0.1), None)
+    each = [{"attn": attn, "seed": run["seed"], "learnt": learnt(run)} | {NR: (a, None) for NR, a in run["needles"].items()}
+            for attn in of for run in of[attn]]  # fmt: skip
+    by_length = [{"attn": attn, "depth": f"{depth:.0%}"} | {f"T={T}": spread([run["depths"][i][j] for run in of[attn]])
+                 for j, T in enumerate(LENGTHS)} for attn in of for i, depth in enumerate(DEPTHS)]  # fmt: skip
+    shares = [{"attn": attn, "attention on": what} | {f"{depth:.0%}": spread([run["shares"][i][k] for run in of[attn]])
+              for i, depth in enumerate(DEPTHS)} for k, what in enumerate(("answer", "noise")) for attn in of]  # fmt: skip
+    orders = []
+    for attn in of:
+        sets = [accuracies for run in of[attn] for accuracies in run["orders"]]
+        best, worst = ([f(accuracies) for accuracies in sets] for f in (max, min))
+        orders.append({"attn": attn, "best": spread(best), "worst": spread(worst),
+                       "best - worst": spread(np.subtract(best, worst))})  # fmt: skip
+
+    def draw(figure):
+        figure.set_size_inches(15, 11)
+        axes, n, numbers = figure.subplots(3, 4), NEEDLES[-1], sorted({N for N, _ in GRID})
+        for attn, style in STYLE.items():
+            for run in of[attn]:
+                axes[0, 0].plot(*zip(*run["curve"]), label=attn if run is of[attn][0] else None, linewidth=0.8, **style)
+            accuracy = [[run["needles"][f"N={N} R={min(N, 4)}"] for N in numbers] for run in of[attn]]
+            answer, noise = np.transpose([run["shares"] for run in of[attn]], (2, 0, 1))  # (seeds, depths) each
+            for ax, x, ys in zip(axes[0, 1:], (numbers, DEPTHS, DEPTHS), (accuracy, answer, noise)):
+                ax.plot(x, np.mean(ys, 0), **style)
+                for y in ys:
+                    ax.plot(x, y, ".", color=style["color"], markersize=4)
+        axes[0, 0].set(xlabel="step", ylabel=f"training loss, N = {n} (nats per answer)", ylim=(0, None))
+        axes[0, 0].legend(fontsize="small")
+        axes[0, 1].set(xlabel=f"needles N (trained up to {n}), R = min(N, 4)", ylabel="accuracy", ylim=(0, 1.05))
+        axes[0, 1].set_title("dots: seeds", fontsize="small")
+        axes[0, 2].set(xlabel="depth of the answer", ylabel="attention on the answer", ylim=(0, None))
+        axes[0, 3].set(xlabel="depth of the answer", ylabel="attention on the noise", ylim=(0, None))
+        for ax, attn in zip(axes[1], of):
+            mean = np.mean([run["depths"] for run in of[attn]], 0)
+            image = ax.imshow(mean, cmap="cividis", vmin=0, vmax=1, aspect="auto")
+            for (i, j), a in np.ndenumerate(mean):
+                ax.text(j, i, f"{a:.2f}", ha="center", va="center", fontsize=7, color="white" if a < 0.6 else "black")
+            ax.set_xticks(range(len(LENGTHS)), LENGTHS)
+            ax.set_yticks(range(len(DEPTHS)), [f"{depth:.0%}" for depth in DEPTHS])
+            ax.set(title=f"{attn}: accuracy, N = {DEPTH_N}", ylabel="depth")
+            ax.set_xlabel(f"length (tokens; trained up to {RECALL_T})")
+        figure.colorbar(image, ax=axes[1], shrink=0.8)
+        shown = {attn: np.array(of[attn][0]["map"][-1]) for attn in of}
+        largest = np.quantile(np.abs(np.concatenate([A[A != 0] for A in shown.values()])), 0.995)
+        for ax, (attn, A) in zip(axes[2], shown.items()):
+            image = draw_map(ax, A, largest)
+            for needle in (t for t, token in enumerate(runs[0]["example"][:-2]) if token < KEYS):
+                ax.axvline(needle + 0.5, color="grey", linewidth=0.3)  # between key and value
+            ax.set(title=f"{attn}: last layer, mean of heads", xlabel="attended token", ylabel="token; the last asks")
+        figure.colorbar(image, ax=axes[2], shrink=0.8, extend="both", label="weight")
+
+    sizes = sorted({run["parameters"] for run in runs})
+    model = f"{RECALL_MODEL['n_layer']} layers, {RECALL_MODEL['n_head']} heads, {RECALL_MODEL['n_embd']} channels"
+    how = dict(model=f"{model}, {sizes[0]:,} to {sizes[-1]:,} parameters", keys=KEYS, values=VALUES, fillers=FILLERS,
+               training=f"{args.steps:,} steps of {RECALL_BATCH} texts of up to {RECALL_T} tokens, rate {RECALL_LR:g}",
+               seeds=args.seeds, texts=RECALL_TEXTS, processes=args.procs,
+               minutes=f"{(time.time() - began) / 60:.1f}")  # fmt: skip
+    tables = {
+        f"Accuracy by needles N and queries R, T = {RECALL_T} (guessing among the values: {1 / VALUES:.3f}); learnt: the "
+        f"first step whose training loss with N = {NEEDLES[-1]} is below 0.1": each,
+        f"Accuracy by depth and length T, N = {DEPTH_N}, R = 1, mean ± standard deviation over seeds": by_length,
+        f"Attention of the query by the answer's depth, T = {RECALL_T}, N = {DEPTH_N}, R = 1": shares,
+        f"Accuracy over {ORDERS} orders of the same {NEEDLES[-1]} needles, {SETS} sets a seed": orders,
+    }
+    publish(args.out, "recall", conditions(args.device, **how), tables, draw, runs=runs)
+
+
 def main(argv=None):
     p = Parser(prog="bench.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = p.add_subparsers(dest="verb", required=True, metavar="verb")
@@ -693,6 +1396,39 @@ def main(argv=None):
             q.add_argument("--num_samples", type=several(count), default=[1, 8, 64], help="sequences at once (1,8,64)")
             q.add_argument("--recompute", type=several(one_of(("toy", "gpt2", "none"))), default=["toy", "gpt2"], help="sizes of "
                            "the second table, or none (toy,gpt2)")  # fmt: skip
+
+
+    def measure(function, tokens=True):
+        """A verb that looks at checkpoints."""
+        q = verb(function)
+        q.add_argument("--ckpt", type=Path, nargs="+", required=True, help="checkpoints, or runs' folders, side by side")
+        q.add_argument("--device", help="cuda, cuda:1, cpu, … (cuda where there is one)")
+        if tokens:
+            q.add_argument("--data", type=Path, help="folder of shards or text file (what the checkpoint was trained on)")
+            q.add_argument("--tokens", type=count, help="val tokens, about (more on cuda than on a CPU)")
+        return q
+
+    def stories(q, limit, help):
+        q.add_argument("--source", default="Rowan/hellaswag", help="dataset on the hub, or a folder (%(default)s)")
+        q.add_argument("--limit", type=whole if limit is None else count, default=limit, help=help)
+
+    q = verb(recall)
+    q.add_argument("--seeds", type=count, default=3, help="models of every arm (3)")
+    q.add_argument("--steps", type=count, default=RECALL_STEPS, help="training steps of each (%(default)s)")
+    q.add_argument("--procs", type=count, default=os.cpu_count(), help="models trained at once (%(default)s, the cores)")
+    q.add_argument("--device", help="cuda, cuda:1, cpu, … (cpu: the models are tiny)", default="cpu")
+    q = measure(slices)
+    q.add_argument("--count", type=count, default=50_000_000, help="training tokens whose n-grams are counted (5e7)")
+    q = measure(position)
+    q.add_argument("--length", type=count, help="tokens to go up to (four blocks)")
+    measure(outliers)
+    q = measure(quant)
+    q.add_argument("--per", choices=("layer", "head"), default="layer", help="what shares one absmax (layer)")
+    stories(q, None, "rows of HellaSwag for gpt2 checkpoints, 0 for none (all on cuda, 100 on a CPU)")
+    stories(measure(hellaswag, tokens=False), 10_042, "rows, from the first (all 10,042)")
+    q = measure(maps, tokens=False)
+    q.add_argument("--text", default="The cat sat on the mat.", help="what the maps are of (%(default)s)")
+    q.add_argument("--layer", type=count, help="the layer in the figure, from 1 (the last)")
 
     args, others = p.parse_known_args(argv)
     if args.function is ablations:
