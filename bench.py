@@ -4,6 +4,8 @@ Every measurement. Each verb prints a Markdown table and writes <out>/<verb>.md,
     python bench.py loss            # the table and the curves of the runs under out/
     python bench.py speed           # attention alone and the training step, Table 7 of the paper
     python bench.py decode          # a token of the sampler, against the length of its context
+    python bench.py recall          # retrieval among noise, learnt from scratch: a good first look at what differs
+    python bench.py slices --ckpt out/softmax out/diff      # and so every verb that looks at checkpoints
     python bench.py <verb> --help
 """
 import argparse
@@ -952,6 +954,48 @@ def outliers(p, args):
             {"The largest absolute values and the median": rows}, draw)  # fmt: skip
 
 
+@torch.no_grad()
+def residual(p, args):
+    """The norm of the residual stream by layer, at init and at the end.
+
+    The length ||x|| of a token's residual stream as the embedding and then each block leave it, the mean over val tokens.
+    At init: the same weights drawn anew from the run's seed. A lead on what the norm on each head's output costs early
+    in training: `python bench.py residual --ckpt out/diff out/diff-nosubln`."""
+    models = open_models(p, args)
+    _, val, data, T = open_data(p, args, models)
+    tokens, rows = args.tokens or default(args, 32_768, 400_000), []
+    for label, model in models.items():
+        seed = model.extra.get("run", {}).get("seed")
+        if seed is None:
+            p.fail(f"{label} does not say its seed, as checkpoints of train.py do: its init is unknown")
+        for when, one in (("init", GPT(model.config, seed).to(args.device)), ("end", model)):
+            sums, n = [0.0] * (1 + model.config.n_layer), 0
+            for batch in batches(val, T, tokens, args.device):
+                stream = []
+                hooks = [layer.register_forward_hook(lambda layer, inputs, output: stream.append(output))
+                         for layer in (one.wte, *one.blocks)]  # fmt: skip
+                one(batch[:, :-1])
+                for hook in hooks:
+                    hook.remove()
+                sums = [s + x.norm(dim=-1).sum().item() for s, x in zip(sums, stream)]
+                n += batch.shape[0] * T
+            rows.append({"attn": label, "at": when, "embedding": sums[0] / n})
+            rows[-1] |= {f"block {depth}": s / n for depth, s in enumerate(sums[1:])}
+
+    def draw(figure):
+        for ax, when in zip(figure.subplots(1, 2, sharey=True), ("init", "end")):
+            for i, (label, model) in enumerate(models.items()):
+                norms = [list(row.values())[2:] for row in rows if (row["attn"], row["at"]) == (label, when)]
+                ax.plot(range(len(norms[0])), norms[0], label=label, **line(i, model))
+            ax.set(title=f"at {when}", xlabel="after how many blocks", yscale="log")
+            ax.locator_params(axis="x", integer=True)
+        figure.axes[0].set_ylabel("norm of the residual stream")
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+
+    publish(args.out, "residual", about(args, models, data=data, tokens=f"{n:,}", context=T),
+            {"Norm of the residual stream, mean over tokens": rows}, draw)  # fmt: skip
+
+
 def absmax(S, bits, dims):
     """S rounded to 2^(bits - 1) - 1 steps either side of zero, the largest absolute value over dims being the last.
     Only entries on and below the diagonal count: the rest is never looked at."""
@@ -1422,6 +1466,7 @@ def main(argv=None):
     q = measure(position)
     q.add_argument("--length", type=count, help="tokens to go up to (four blocks)")
     measure(outliers)
+    measure(residual)
     q = measure(quant)
     q.add_argument("--per", choices=("layer", "head"), default="layer", help="what shares one absmax (layer)")
     stories(q, None, "rows of HellaSwag for gpt2 checkpoints, 0 for none (all on cuda, 100 on a CPU)")

@@ -1930,6 +1930,24 @@ def test_recall(tmp_path, monkeypatch):
     assert (tmp_path / "recall.png").exists()
 
 
+def test_residual_norms_by_hand(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("any.txt").write_text("Once upon a time there was a text. " * 300)
+    data_sha256 = prepare_fineweb.load_data(Path("any.txt"))[3]["data_sha256"]
+    model = tiny("diff", vocab_size=257, seed=3)
+    with torch.no_grad():  # embeddings of length 5, a first block that adds nothing, a second one that doubles nothing
+        model.wte.weight.copy_(torch.cat((torch.full((320, 1), 3.0), torch.full((320, 1), 4.0), torch.zeros(320, 30)), 1))
+        for block in model.blocks:
+            block.attn.out_proj.weight.zero_()
+            block.mlp.down_proj.weight.zero_()
+    model.save("ckpt.pt", tokenizer="bytes", step=1, run=dict(data="any.txt", data_sha256=data_sha256, seed=3))
+    bench.main(["residual", "--ckpt=ckpt.pt", "--tokens=500", "--device=cpu", f"--out={tmp_path / 'bench'}"])
+    init, end = json.loads(Path("bench/residual.json").read_text())["tables"].popitem()[1]
+    assert [end[k] for k in ("embedding", "block 0", "block 1")] == pytest.approx([5, 5, 5])
+    assert init["at"] == "init" and init["embedding"] == pytest.approx(0.02 * 32**0.5, rel=0.2) and init["block 1"] > init["embedding"]
+    assert Path("bench/residual.png").stat().st_size > 1000 and "| diff | end |" in capsys.readouterr().out
+
+
 # ---- bad input: one line, an exit code, no traceback
 
 
