@@ -22,6 +22,7 @@ import sys
 import time
 from collections import deque
 from dataclasses import asdict, fields
+from datetime import timedelta
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -352,12 +353,10 @@ def train_one(args, head, data, stopping, alone):
         record |= dict(tok_per_s=tok_per_s, mfu=mfu)
         line, evaluated = "", step % args.eval_every == 0 or step == args.steps
         if train_loss is not None:
-            line += f" | train {train_loss:.4f} | lr {lr:.2e} | norm {grad_norm:5.2f} | {tok_per_s:,.0f} tok/s"
-            line += f" | MFU {mfu:.1%}" if mfu else ""
-        if train_loss is not None:
-            bar.set_postfix_str(f"loss {train_loss:.3f}, {tok_per_s:,.0f} tok/s" + (f", MFU {mfu:.1%}" if mfu else ""))
-            left = (args.steps - step) * args.total_batch / tok_per_s
-            line += f" | {left // 3600:.0f}:{left // 60 % 60:02.0f}:{left % 60:02.0f} left"
+            speed = f"{tok_per_s:,.0f} tok/s" + (f" | MFU {mfu:.1%}" if mfu else "")
+            bar.set_postfix_str(f"loss {train_loss:.3f} | {speed}")
+            left = timedelta(seconds=round((args.steps - step) * args.total_batch / tok_per_s))
+            line += f" | train {train_loss:.4f} | lr {lr:.2e} | norm {grad_norm:5.2f} | {speed} | {left} left"
         if evaluated:
             losses = evaluate(compiled, val, args, autocast, config.vocab_size).double()
             record["val_loss"] = losses.mean().item()
@@ -443,6 +442,7 @@ def train_one(args, head, data, stopping, alone):
         if logged or saved:
             clock, since = time.perf_counter(), step
         if stop > 0 and not last:
+            stopping.append("another process was told")
             bar.close()
             again = shlex.join(a for a in sys.argv[1:] if a != "--restart")
             say(f"stopped after step {step} of {args.steps}, saved in {args.out}. To go on: python train.py {again}")
