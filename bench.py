@@ -110,12 +110,16 @@ def results(folders):
     status) of all that is not a finished run."""
     groups, open_ends = {}, []
     for folder in folders:
-        head, records, _ = train.read_log(folder / "log.jsonl")
-        if head is None or not records:
+        try:
+            head, records, _ = train.read_log(folder / "log.jsonl")
+        except ValueError as e:
+            open_ends.append((folder, str(e)))
+            continue
+        if not records:
             open_ends.append((folder, "never began"))
             continue
         group = groups.setdefault(tuple((k, head.get(k)) for k in train.IDENTITY if k != "seed"), {})
-        if head["seed"] in group:
+        if head["seed"] in group and (finished(*group[head["seed"]]) or not finished(head, records)):
             open_ends.append((folder, "left out: the same run as another folder's"))
             continue
         group[head["seed"]] = (head, records)
@@ -127,7 +131,7 @@ def results(folders):
 
 
 def finished(head, records):
-    return records[-1]["step"] == head["steps"] and "val_loss" in records[-1]
+    return records[-1]["step"] == head["steps"] and isinstance(records[-1].get("val_loss"), float)
 
 
 def ends(group):
@@ -173,7 +177,8 @@ def compare(folders, out):
         """The softmax runs to compare with: the same but for the attention and what belongs to it."""
         own = {"attn", "n_head", "subln", "lambda_init"} | (set() if rate else {"lr"})
         like = [k for k in groups if dict(k)["attn"] == "softmax" and all(a == b for a, b in zip(k, key) if a[0] not in own)]
-        return max(like, key=lambda k: (not dict(k)["subln"], dict(k)["n_head"]), default=None)
+        same = dict(key)["n_head"]
+        return max(like, key=lambda k: (not dict(k)["subln"], dict(k)["n_head"] == same), default=None)
 
     order = sorted(groups, key=lambda k: (list(STYLE).index(dict(k)["attn"]), label(k)))
     tables = {"Final val loss, nats per token, mean ± standard deviation over seeds; differences ± standard error":
@@ -181,10 +186,10 @@ def compare(folders, out):
     if "lr" in differ:  # one rate for all may suit one arm only
         best = {}
         for k in order:
-            loss = row(groups[k], None)["val loss"]
-            rest = label(k, ["lr"])
-            if loss and (rest not in best or loss[0] < best[rest][0]):
-                best[rest] = (loss[0], k)
+            loss, rest = row(groups[k], None)["val loss"], label(k, ["lr"])
+            rank = loss and (-len(ends(groups[k])), loss[0])  # a seed that is missing may have been the bad one
+            if loss and (rest not in best or rank < best[rest][0]):
+                best[rest] = (rank, k)
         rates = {rest: sorted(dict(k)["lr"] for k in order if label(k, ["lr"]) == rest) for rest in best}
         chosen = {rest: k for rest, (_, k) in best.items()}
         tables["Each arm at its own best of these rates"] = [
@@ -281,7 +286,9 @@ def ablations(p, args, flags):
 
     Every other flag is train.py's (--preset=toy, --steps, --device, …). Stop it whenever you like: the same command
     goes on. Then `bench.py residual` says what the norm does to the residual stream."""
-    _, (run,) = train.parse([f"--preset={args.preset}", *flags])
+    _, (run, *others) = train.parse([f"--preset={args.preset}", *flags])
+    if others:
+        p.fail("one --attn and one --lr for all seven rows, please")
     folders, rows = {}, []
     for number, seed in enumerate(args.seed):
         for name, own in TABLE6.items():
@@ -399,7 +406,7 @@ def attention_alone(args, size, attn, kernel, B, T):
     shapes = [(layer.n_head, layer.d)] * 2 + [(layer.h, size["n_embd"] // layer.h)]
     q, k, v = (torch.randn(B, T, *shape, device=args.device, dtype=getattr(torch, args.dtype)).transpose(1, 2)
                .requires_grad_() for shape in shapes)  # fmt: skip
-    rope = layer.rope(q)
+    rope = tuple(t.float() for t in layer.rope(q))  # as the model passes it
     fast = layer.fast if args.flash else lambda q, k, v, rope, state: layer.weights(q, k).to(v.dtype) @ v
     fast = torch.compile(fast, dynamic=False, fullgraph=True) if args.compile else fast
 
@@ -549,7 +556,7 @@ def profile(args, size, names, B, T):
 
 def compiled_step(args, model):
     """What generate's step is with --compile, else None: what sample.py does."""
-    return torch.compile(model, mode="reduce-overhead", fullgraph=True) if args.compile else None
+    return torch.compile(model, mode="reduce-overhead", fullgraph=True, dynamic=False) if args.compile else None
 
 
 def decoding(args, model, B, T, sizes):
@@ -558,8 +565,8 @@ def decoding(args, model, B, T, sizes):
     start, state = max(1, T - 64), [{} for _ in model.blocks]
     for block in model.blocks:
         block.attn.block_size = T
-    x, t = torch.zeros(B, 1, dtype=torch.int64, device=args.device), start
     with torch.inference_mode(), args.autocast:
+        x, t = torch.zeros(B, 1, dtype=torch.int64, device=args.device), start
         model(x, state=state)
     sizes.append(sum(s.nbytes for layer in state for name, s in layer.items() if name != "T"))
     step_of = compiled_step(args, model)
@@ -582,19 +589,21 @@ def decoding(args, model, B, T, sizes):
 
 def recomputing(args, preset):
     """A row: the sampler, and generation that runs its whole context through the model for every token, as nanoGPT's does.
-    Softmax, one sequence, greedy: 500 tokens of a toy model, prefill included, or eight after the first 1,000 of GPT-2
-    small. The recomputation is timed in between, at evenly spaced lengths, so that a slow minute slows both."""
+    Softmax, one sequence, greedy: 500 tokens of a toy model, prefill included, or sixteen after the first 1,000 of
+    GPT-2 small. The recomputation is timed in between, at evenly spaced lengths, so that a slow minute slows both."""
     toy = preset == "toy"
-    block_size, vocab_size, first, last, gap = (512, 257, 1, 500, 10) if toy else (1024, 50257, 1000, 1007, 3)
+    block_size, vocab_size, first, last, gap = (512, 257, 1, 500, 10) if toy else (1024, 50257, 1000, 1015, 3)
     size = {name: train.PRESETS[preset][name] for name in ("n_layer", "n_head", "n_embd")}
     model = built(args, "softmax", "auto", block_size=block_size, vocab_size=vocab_size, **size)
+    if args.dtype == "bfloat16":
+        model.weights_in_bf16()  # as sample.py does
     step, idx = compiled_step(args, model), torch.zeros(1, block_size, dtype=torch.int64, device=args.device)
     fast, slow = [], []
     with torch.inference_mode(), args.autocast:
         list(model.generate(idx[:, :first], 4, temperature=0, step=step))  # warms up, and compiles
-        made = model.generate(idx[:, :first], last - first + 2, temperature=0, step=step)
-        if not toy:
-            next(made)  # the prefill
+        made = model.generate(idx[:, :first], last - first + 4, temperature=0, step=step)
+        for _ in range(0 if toy else 3):
+            next(made)  # the prefill, and on a GPU the recording of the graph
         for t in range(first, last + 1):
             fast.append(clock(lambda: next(made), args.device))
             if (t - first) % gap == 0:

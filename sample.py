@@ -42,6 +42,8 @@ def main(argv=None):
         if not found:
             p.fail("no checkpoint under out/: `python train.py --attn=diff` makes one, or name it with --ckpt")
         args.ckpt = found[-1]
+    if args.ckpt.is_dir():
+        args.ckpt /= "ckpt.pt"
     try:
         device = pick_device(args.device)
         model = GPT.load(args.ckpt, device)

@@ -1249,6 +1249,13 @@ def test_another_run_is_refused_and_another_pace_is_not(tmp_path, monkeypatch, c
     assert "no-flash" not in capsys.readouterr().err
     assert train.main([*flags, "--lr=1e-3", "--restart"])
     assert json.loads(Path("run/log.jsonl").read_text().splitlines()[0])["lr"] == 1e-3
+    lines = Path("run/log.jsonl").read_text().splitlines(keepends=True)
+    for damaged, says in ((lines[:2] + ["{}\n"] + lines[3:], "line 3 of run/log.jsonl is damaged"), (["{}\n"], "no log.jsonl"),
+                          (lines[:-1], "lacks its last line")):  # fmt: skip
+        Path("run/log.jsonl").write_text("".join(damaged))
+        with pytest.raises(SystemExit):
+            train.main([*flags, "--lr=1e-3"])
+        assert says in capsys.readouterr().err
     Path("run/log.jsonl").unlink()
     with pytest.raises(SystemExit):
         train.main([*flags, "--lr=1e-3"])
@@ -1368,6 +1375,14 @@ def fake_run(folder, attn, seed, losses, steps=100, reached=100, **more):
     (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [head, *rows]))
 
 
+def test_a_loss_finds_the_softmax_of_its_size(tmp_path, capsys):
+    fake_run(tmp_path / "a", "softmax", 1, [1.0, 1.0], n_head=8)
+    fake_run(tmp_path / "b", "softmax", 1, [3.0, 3.0], n_head=4)
+    fake_run(tmp_path / "c", "diff", 1, [2.5, 2.5], n_head=4)
+    bench.main(["loss", str(tmp_path), f"--out={tmp_path / 'bench'}"])
+    assert "| diff n_head4 | 1 of 1 | 2.500 | -0.500 | -0.500 ± 0.000 |" in capsys.readouterr().out
+
+
 def test_bench_loss_by_hand(tmp_path, capsys):
     for seed, softmax, diff in ((1, [1.0, 3.0], [1.5, 3.5]), (2, [2.0, 4.0], [2.1, 4.5])):
         fake_run(tmp_path / f"a{seed}", "softmax", seed, softmax)
@@ -1376,8 +1391,11 @@ def test_bench_loss_by_hand(tmp_path, capsys):
     fake_run(tmp_path / "c2", "linear", 2, [2.0, 3.0], reached=60)
     fake_run(tmp_path / "d1", "diff_linear", 1, [9.0, 9.0])
     fake_run(tmp_path / "e1", "diff", 1, [0.9, 2.9], lr=2e-3)
+    fake_run(tmp_path / "e2", "diff", 2, [0.1, 0.1], lr=4e-3)  # best of all, but one seed of two
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty/log.jsonl").touch()
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad/log.jsonl").write_text("{}\n{}\n")
     bench.main(["loss", str(tmp_path), f"--out={tmp_path / 'bench'}"])
     said = capsys.readouterr().out
     # softmax: 2 and 3; diff - softmax: 0.5 and 0.3 by seed; 0.3 and 0.5 by sequence, each the mean over the seeds
@@ -1386,7 +1404,8 @@ def test_bench_loss_by_hand(tmp_path, capsys):
     assert "| 1 of 2 | 2.500 | 0.500 | 0.500 ± 0.500 |" in said  # linear: one seed, two sequences
     assert "interrupted, at step 60 of 100" in said and "never began" in said and "diff_linear lr1e-3, seed 2 | missing" in said
     best = said.split("own best")[1]
-    assert "| diff | 0.002 (at the edge) | 1 of 1 | 1.900 | -0.100 | -0.100 ± 0.000 |" in best
+    assert "| diff | 0.001 (at the edge) | 2 of 2 | 2.900 ± 0.566 | 0.400 ± 0.100 | 0.400 ± 0.100 |" in best
+    assert "line 1 of" in said and "is damaged" in said
     assert "x\\|y" in said
     tables = json.loads((tmp_path / "bench/loss.json").read_text())["tables"]
     assert next(iter(tables.values()))[0]["val loss"] == [2.5, pytest.approx(0.5**0.5)]

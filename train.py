@@ -16,7 +16,6 @@ import gc
 import json
 import math
 import os
-import shlex
 import signal
 import sys
 import time
@@ -100,10 +99,10 @@ def parse(argv):
 
     # the machine, and torchrun's processes
     args.rank, args.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local = os.environ.get("LOCAL_RANK", 0)
+    if args.world > 1 and args.device in (None, "cuda") and torch.cuda.is_available():
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
-        device = pick_device(args.device)
-        args.device = pick_device(f"cuda:{local}") if device.type == "cuda" and args.world > 1 else device
+        args.device = pick_device(args.device)
     except ValueError as e:
         p.fail(str(e))
     cuda = args.device.type == "cuda"
@@ -234,16 +233,21 @@ def peak_memory(device, reset=False):
 
 
 def read_log(path):
-    """(head, records, bytes up to the end of each line) of a log.jsonl, up to the first line that is not whole."""
+    """(head, records, bytes up to the end of each line) of a log.jsonl, whose last line may be cut short. ValueError for
+    any other that is not ours."""
     head, records, ends = None, [], [0]
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    for n, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-            head is None or record["step"]
+            needed = (record["attn"], record["seed"], record["steps"]) if head is None else (record["step"], record["tokens"])
+            sound = line.endswith(b"\n") and all(type(x) is int for x in needed[-2:])
         except (ValueError, KeyError, TypeError):
+            sound = False
+        if not sound and n == len(lines):
             break
-        if not line.endswith(b"\n") or not isinstance(record, dict):
-            break
+        if not sound:
+            raise ValueError(f"line {n} of {path} is damaged: --restart trains the run anew")
         if head is None:
             head = record
         else:
@@ -267,7 +271,7 @@ def check(args, head):
     before, records, _ = read_log(args.out / "log.jsonl")
     if not records and (args.out / "ckpt.pt").exists():
         raise ValueError(f"{args.out} holds a checkpoint and no log.jsonl that says of what: --restart trains it anew")
-    different = [k for k in IDENTITY if before and before.get(k) != head[k]]
+    different = [k for k in IDENTITY if before is not None and before.get(k) != head[k]]
     if different:
         what = "; ".join(f"{k} is {before.get(k)!r} there and {head[k]!r} here" for k in different)
         raise ValueError(f"{args.out} holds another run: {what}. --out=… writes elsewhere, --restart trains it anew")
@@ -292,7 +296,9 @@ def train_one(args, head, data, stopping, alone):
         _, records, ends = read_log(log_path)
         kept = ends[1 + sum(r["step"] <= step for r in records)]
         if step == args.steps:
-            say(f"{args.out}: finished, {step} steps, val loss {records[-1].get('val_loss')} (--restart trains it anew)")
+            if records[-1]["step"] != step:
+                raise ValueError(f"{log_path} lacks its last line: --restart trains the run anew")
+            say(f"{args.out}: finished, {step} steps, val loss {records[-1]['val_loss']:.4f} (--restart trains it anew)")
             return True
         if "optimizer" not in raw.extra:
             raise ValueError(f"{ckpt_path} holds no optimizer to go on with: --restart trains it anew")
@@ -444,8 +450,8 @@ def train_one(args, head, data, stopping, alone):
         if stop > 0 and not last:
             stopping.append("another process was told")
             bar.close()
-            again = shlex.join(a for a in sys.argv[1:] if a != "--restart")
-            say(f"stopped after step {step} of {args.steps}, saved in {args.out}. To go on: python train.py {again}")
+            how = "the same command without --restart" if args.restart else "the same command"
+            say(f"stopped after step {step} of {args.steps}, saved in {args.out}: {how} goes on")
             return False
     bar.close()
     if alone and master:
@@ -510,6 +516,7 @@ def main(argv=None):
     first, stopping = runs[0], []
     torch.set_float32_matmul_precision("high")
     torch.compiler.reset()
+    torch._dynamo.config.recompile_limit = 64  # each arm of a comparison counts, to train and to evaluate
     if first.world > 1:
         if first.device.type == "cuda":
             torch.cuda.set_device(first.device)
@@ -523,7 +530,8 @@ def main(argv=None):
     try:
         finished = train_all(p, runs, stopping)
     except (RuntimeError, MemoryError) as e:
-        if not (isinstance(e, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(e)):
+        signs = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+        if not isinstance(e, (torch.OutOfMemoryError, MemoryError)) and not any(sign in str(e) for sign in signs):
             raise
         fits = first.total_batch // (first.block_size * first.world)
         smaller = next((b for b in range(first.batch_size // 2, 0, -1) if fits % b == 0), None)
