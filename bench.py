@@ -31,8 +31,8 @@ import torch.nn.functional as F
 
 import train
 from model import ATTENTION, GPT, KERNELS, GPTConfig, SoftmaxAttention, next_token, pick_kernel
-from prepare_fineweb import (Parser, Shards, count, device_name, get_tokenizer, load_data, one_of, pick_device,
-                             several, whole)  # fmt: skip
+from prepare_fineweb import (Parser, Shards, count, device_name, few_threads, get_tokenizer, load_data, one_of,
+                             pick_device, several, whole)  # fmt: skip
 
 # Okabe and Ito's colours, told apart by every kind of eye; dashed: a difference of two maps
 STYLE = {
@@ -224,7 +224,7 @@ def curves(figure, groups, order, label):
     """Val loss against tokens and hours, a thin line per run and their mean; lambda by layer over training."""
     from matplotlib import colormaps
 
-    lambdas = [k for k in order if dict(k)["attn"].startswith("diff")][:4]
+    lambdas = [k for attn in ("diff", "diff_linear") for k in [k for k in order if dict(k)["attn"] == attn][:2]]
     figure.set_size_inches(10, 7 if lambdas else 4)
     above, *below = figure.subfigures(2 if lambdas else 1, 1, squeeze=False)[:, 0]
     against_tokens, against_hours = above.subplots(1, 2, sharey=True)
@@ -248,7 +248,7 @@ def curves(figure, groups, order, label):
     against_tokens.set(xlabel="training tokens, millions", ylabel="val loss, nats per token")
     against_hours.set(xlabel="hours of training, evaluations not counted")
     against_hours.locator_params(axis="x", nbins=5)
-    against_tokens.legend()
+    against_tokens.legend(loc="upper right", fontsize="small")
     for panel in below:
         for axes, key in zip(panel.subplots(1, len(lambdas), sharey=True, squeeze=False)[0], lambdas):
             records = [r for r in groups[key][min(groups[key])][1] if r.get("lambda")]
@@ -534,6 +534,7 @@ def speed(p, args):
             axes.annotate(f" T = {cross:,.0f}", (cross, 0.02), xycoords=("data", "axes fraction"))
         axes.set(xscale="log", yscale="log", xlabel="T", ylabel="µs per token, attention forward + backward")
         axes.set_xticks(Ts, Ts)
+        axes.minorticks_off()
         axes.legend()
 
     about["softmax and linear cross at"] = f"T = {cross:,.0f}" if cross else "no T between those measured"
@@ -594,7 +595,8 @@ def recomputing(args, preset):
     toy = preset == "toy"
     block_size, vocab_size, first, last, gap = (512, 257, 1, 500, 10) if toy else (1024, 50257, 1000, 1015, 3)
     size = {name: train.PRESETS[preset][name] for name in ("n_layer", "n_head", "n_embd")}
-    model = built(args, "softmax", "auto", block_size=block_size, vocab_size=vocab_size, **size)
+    model, threads = built(args, "softmax", "auto", block_size=block_size, vocab_size=vocab_size, **size), torch.get_num_threads()
+    few_threads(model, args.device)
     if args.dtype == "bfloat16":
         model.weights_in_bf16()  # as sample.py does
     step, idx = compiled_step(args, model), torch.zeros(1, block_size, dtype=torch.int64, device=args.device)
@@ -609,9 +611,10 @@ def recomputing(args, preset):
             if (t - first) % gap == 0:
                 again = lambda: next_token(model(idx[:, :t])[0][:, -1], 0, None, None, None)  # noqa: B023
                 slow.append(clock(again, args.device))
-    timed = f"at {len(slow)} of {len(fast)} lengths"
+    timed, took = f"at {len(slow)} of {len(fast)} lengths", torch.get_num_threads()
+    torch.set_num_threads(threads)
     fast, slow = statistics.mean(fast), statistics.mean(slow)
-    return {"model": preset, "context": f"{first} to {last}", "sampler tokens/s": 1 / fast,
+    return {"model": preset, "threads": took, "context": f"{first} to {last}", "sampler tokens/s": 1 / fast,
             "recomputing tokens/s": 1 / slow, "ratio": slow / fast, "recomputation timed": timed}  # fmt: skip
 
 
@@ -623,6 +626,10 @@ def decode(p, args):
     recomputes its context for every token."""
     size, _ = machine(p, args)
     cuda = args.device.type == "cuda"
+    tables = {}
+    if again := [recomputing(args, preset) for preset in args.recompute if preset != "none"]:
+        tables["against recomputing the context for every token"] = again
+    few_threads(GPT(GPTConfig(**size), seed=None), args.device)
     Ts = sorted(set(args.T or ([1024, 4096, 16384] if cuda else [64, 256, 1024, 4096])))
     about = conditions(args.device, dtype=args.dtype, compiled=args.compile, repeats=args.repeats,
                        model=f"{size['n_layer']} layers, {size['n_head']} heads, {size['n_embd']} channels")  # fmt: skip
@@ -646,9 +653,7 @@ def decode(p, args):
                 row |= {"tokens/s": f"{rate:,.0f} ± {error:,.0f}", "ms a step": 1000 * B / rate}
                 row["bytes of state a sequence"] = states[attn][0] // B
                 lines.setdefault((attn, B), {})[T] = (rate, states[attn][0] // B)
-    tables = {"decode": rows}
-    if again := [recomputing(args, preset) for preset in args.recompute if preset != "none"]:
-        tables["against recomputing the context for every token"] = again
+    tables = {"decode": rows} | tables
 
     def draw(figure):
         left, right = figure.subplots(1, 2)
@@ -661,7 +666,7 @@ def decode(p, args):
                 right.plot(line.keys(), sizes, marker="o", label=attn, **STYLE[attn])
         left.set(xscale="log", yscale="log", xlabel="context", ylabel="tokens per second (at the right end: sequences)")
         right.set(xscale="log", yscale="log", xlabel="context", ylabel="bytes of state a sequence")
-        left.legend()
+        right.legend()
 
     measured = [dict(arm=attn, sequences=B, context=T, tokens_per_s=rate, state_bytes=n)
                 for (attn, B), line in lines.items() for T, (rate, n) in line.items()]  # fmt: skip

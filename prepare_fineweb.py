@@ -139,6 +139,14 @@ def pick_device(name=None):
     return torch.device(name)
 
 
+def few_threads(model, device):
+    """One thread for a model below 10 M parameters on a CPU: the matmuls of one token are too short to share."""
+    import torch
+
+    if device.type == "cpu" and sum(p.numel() for p in model.parameters()) < 10e6:
+        torch.set_num_threads(1)
+
+
 def device_name(device):
     """What a figure is quoted with: the card's name, or the processor's and the number of threads."""
     import torch

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from model import GPT, KERNELS, pick_kernel
-from prepare_fineweb import EOT, Parser, count, get_tokenizer, number, pick_device, whole
+from prepare_fineweb import EOT, Parser, count, few_threads, get_tokenizer, number, pick_device, whole
 
 
 def parse(argv):
@@ -62,8 +62,7 @@ def main(argv=None):
     if kernel:
         print(f"kernel: {kernel}{why and f' ({why})'}", file=sys.stderr)
 
-    if device.type == "cpu" and sum(q.numel() for q in model.parameters()) < 10e6:
-        torch.set_num_threads(1)  # the matmuls of a small model's step are too short to share: threads wait for threads
+    few_threads(model, device)
     prompt = enc.encode(args.prompt, allowed_special={EOT}) or [enc.eot_token]
     idx = torch.tensor([prompt], device=device).expand(args.num_samples, -1)
     if bfloat16:
