@@ -212,7 +212,7 @@ def compare(folders, out):
     heads = [head for group in groups.values() for head, _ in group.values()]
     about = {name: ", ".join(sorted({str(h.get(key)) for h in heads})) for name, key in
              (("device", "device_name"), ("torch", "torch"), ("dtype", "dtype"), ("data", "data"), ("steps", "steps"), ("run on", "date"))}  # fmt: skip
-    about["seeds"] = ", ".join(map(str, seeds))
+    about |= dict(seeds=", ".join(map(str, seeds)), command=conditions(torch.device("cpu"))["command"])
     for group in groups.values():
         for _, records in group.values():
             records[-1].pop("val_losses", None)  # thousands of figures that the log has too
