@@ -290,7 +290,7 @@ def ablations(p, args, flags):
     if others:
         p.fail("one --attn and one --lr for all seven rows, please")
     folders, rows = {}, []
-    for number, seed in enumerate(args.seed):
+    for seed in args.seed:
         for name, own in TABLE6.items():
             folder = args.out / f"table6-row{list(TABLE6).index(name) + 1}-seed{seed}"
             folders.setdefault(name, []).append(folder)
@@ -732,6 +732,17 @@ def token_losses(model, tokens):
 
 
 @contextmanager
+def watching(layers, look):
+    """While it lasts, look(output) sees what each of layers gives."""
+    hooks = [layer.register_forward_hook(lambda layer, inputs, output: look(output)) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
 def through_scores(model, look):
     """Runs the model through its maps, with look(depth, S) in the place of every layer's scores S (B, H, T, T)."""
     layers = [block.attn for block in model.blocks]
@@ -944,11 +955,8 @@ def outliers(p, args):
                 extremes.add(S[:, i :: len(scores)][..., causal])
             return S
 
-        hooks = [block.register_forward_hook(lambda block, inputs, output: stream.add(output)) for block in model.blocks]
-        with through_scores(model, look):
+        with through_scores(model, look), watching(model.blocks, stream.add):
             n = sum(model(batch[:, :-1])[0].shape[0] for batch in batches(val, T, tokens, args.device))
-        for hook in hooks:
-            hook.remove()
     rows = [{"of": kind, "attn": label} | extremes.row() for (kind, label), extremes in found.items()]
     rows.sort(key=lambda row: row["of"] == "residual stream")
 
@@ -986,11 +994,8 @@ def residual(p, args):
             sums, n = [0.0] * (1 + model.config.n_layer), 0
             for batch in batches(val, T, tokens, args.device):
                 stream = []
-                hooks = [layer.register_forward_hook(lambda layer, inputs, output: stream.append(output))
-                         for layer in (one.wte, *one.blocks)]  # fmt: skip
-                one(batch[:, :-1])
-                for hook in hooks:
-                    hook.remove()
+                with watching((one.wte, *one.blocks), stream.append):
+                    one(batch[:, :-1])
                 sums = [s + x.norm(dim=-1).sum().item() for s, x in zip(sums, stream)]
                 n += batch.shape[0] * T
             rows.append({"attn": label, "at": when, "embedding": sums[0] / n})
@@ -1341,23 +1346,19 @@ def recall(p, args):
     runs = recall_runs(jobs, args.steps, min(args.procs, len(jobs)))
     of = {attn: [run for run in runs if run["attn"] == attn] for attn in ATTENTION}
 
-    def spread(values):
-        """(mean, standard deviation or None for one seed)."""
-        return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
-
     learnt = lambda run: next((step for step, loss in run["curve"] if loss < 0.1), None)
     each = [{"attn": attn, "seed": run["seed"], "learnt": learnt(run)} | {NR: (a, None) for NR, a in run["needles"].items()}
             for attn in of for run in of[attn]]  # fmt: skip
-    by_length = [{"attn": attn, "depth": f"{depth:.0%}"} | {f"T={T}": spread([run["depths"][i][j] for run in of[attn]])
+    by_length = [{"attn": attn, "depth": f"{depth:.0%}"} | {f"T={T}": summary([run["depths"][i][j] for run in of[attn]])
                  for j, T in enumerate(LENGTHS)} for attn in of for i, depth in enumerate(DEPTHS)]  # fmt: skip
-    shares = [{"attn": attn, "attention on": what} | {f"{depth:.0%}": spread([run["shares"][i][k] for run in of[attn]])
+    shares = [{"attn": attn, "attention on": what} | {f"{depth:.0%}": summary([run["shares"][i][k] for run in of[attn]])
               for i, depth in enumerate(DEPTHS)} for k, what in enumerate(("answer", "noise")) for attn in of]  # fmt: skip
     orders = []
     for attn in of:
         sets = [accuracies for run in of[attn] for accuracies in run["orders"]]
         best, worst = ([f(accuracies) for accuracies in sets] for f in (max, min))
-        orders.append({"attn": attn, "best": spread(best), "worst": spread(worst),
-                       "best - worst": spread(np.subtract(best, worst))})  # fmt: skip
+        orders.append({"attn": attn, "best": summary(best), "worst": summary(worst),
+                       "best - worst": summary([b - w for b, w in zip(best, worst)])})  # fmt: skip
 
     def draw(figure):
         figure.set_size_inches(15, 11)
@@ -1454,7 +1455,6 @@ def main(argv=None):
             q.add_argument("--num_samples", type=several(count), default=[1, 8, 64], help="sequences at once (1,8,64)")
             q.add_argument("--recompute", type=several(one_of(("toy", "gpt2", "none"))), default=["toy", "gpt2"], help="sizes of "
                            "the second table, or none (toy,gpt2)")  # fmt: skip
-
 
     def measure(function, tokens=True):
         """A verb that looks at checkpoints."""
