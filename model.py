@@ -33,8 +33,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 NORM_EPS = 1e-5  # every RMSNorm, the head-wise one included
 Z_EPS = 1e-12  # keeps a linear row's sum from being exactly zero
-# tokens per chunk of the linear family's fast form: 32, 64, 128 and 256 took linear 404, 306, 310 and 498 ms, diff_linear
-# 901, 411, 468 and 395 ms (forward and backward, T 4096, C 768, H 12, float32, one thread of a busy AMD EPYC, torch 2.13)
+# tokens per chunk of the linear family's fast form: 32, 64, 128 and 256 took linear 314, 304, 291 and 354 ms, diff_linear
+# 670, 363, 338 and 354 ms, so 64 and 128 are near each other (forward and backward, median of 7 in turns, T 4096, C 768,
+# H 12, float32, one thread of an AMD EPYC, torch 2.13, 2026-11-21)
 CHUNK = 64
 
 
