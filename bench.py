@@ -406,7 +406,7 @@ def attention_alone(args, size, attn, kernel, B, T):
     shapes = [(layer.n_head, layer.d)] * 2 + [(layer.h, size["n_embd"] // layer.h)]
     q, k, v = (torch.randn(B, T, *shape, device=args.device, dtype=getattr(torch, args.dtype)).transpose(1, 2)
                .requires_grad_() for shape in shapes)  # fmt: skip
-    rope = tuple(t.float() for t in layer.rope(q))  # as the model passes it
+    rope = layer.rope(q).float()  # as the model passes it
     fast = layer.fast if args.flash else lambda q, k, v, rope, state: layer.weights(q, k).to(v.dtype) @ v
     fast = torch.compile(fast, dynamic=False, fullgraph=True) if args.compile else fast
 
@@ -597,8 +597,7 @@ def recomputing(args, preset):
     size = {name: train.PRESETS[preset][name] for name in ("n_layer", "n_head", "n_embd")}
     model, threads = built(args, "softmax", "auto", block_size=block_size, vocab_size=vocab_size, **size), torch.get_num_threads()
     few_threads(model, args.device)
-    if args.dtype == "bfloat16":
-        model.weights_in_bf16()  # as sample.py does
+    model.weights_to_sample(getattr(torch, args.dtype))  # as sample.py does
     step, idx = compiled_step(args, model), torch.zeros(1, block_size, dtype=torch.int64, device=args.device)
     fast, slow = [], []
     with torch.inference_mode(), args.autocast:
@@ -635,9 +634,7 @@ def decode(p, args):
                        model=f"{size['n_layer']} layers, {size['n_head']} heads, {size['n_embd']} channels")  # fmt: skip
     models, rows, lines = {}, [], {}
     for attn in args.arms:
-        models[attn] = GPT(GPTConfig(attn=attn, **size)).to(args.device)
-        if args.dtype == "bfloat16":
-            models[attn].weights_in_bf16()
+        models[attn] = GPT(GPTConfig(attn=attn, **size)).to(args.device).weights_to_sample(getattr(torch, args.dtype))
     for B in args.num_samples:
         for T in Ts:
             states = {}

@@ -52,10 +52,10 @@ def main(argv=None):
         enc = get_tokenizer(model.extra["tokenizer"])
         if enc.n_vocab != model.config.vocab_size:
             raise ValueError(f"{args.ckpt} has {model.config.vocab_size} tokens and its tokenizer {enc.n_vocab}")
-        bfloat16 = args.dtype == "bfloat16" or (args.dtype is None and device.type == "cuda")
+        dtype = torch.bfloat16 if args.dtype == "bfloat16" or (not args.dtype and device.type == "cuda") else torch.float32
         for block in model.blocks:
             block.attn.flash = args.flash
-        kernel, why = pick_kernel(model, args.kernel, torch.bfloat16 if bfloat16 else torch.float32)
+        kernel, why = pick_kernel(model, args.kernel, dtype)
     except (ValueError, OSError) as e:
         p.fail(str(e))
     print(f"{args.ckpt}: {model.config.attn}, step {model.extra.get('step')}", file=sys.stderr)
@@ -65,15 +65,14 @@ def main(argv=None):
     few_threads(model, device)
     prompt = enc.encode(args.prompt, allowed_special={EOT}) or [enc.eot_token]
     idx = torch.tensor([prompt], device=device).expand(args.num_samples, -1)
-    if bfloat16:
-        model.weights_in_bf16()
+    model.weights_to_sample(dtype)
     generator = torch.Generator(device).manual_seed(args.seed)
     how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, generator=generator)
     # a token may hold half a character: the decoders keep it back until the other half comes
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(args.num_samples)]
     texts, going = [args.prompt] * args.num_samples, set(range(args.num_samples))
     made, first = 0, None
-    with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
+    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
         if args.compile or (args.compile is None and device.type == "cuda"):
             start, how["step"] = time.time(), torch.compile(model, mode="reduce-overhead", fullgraph=True)
             list(model.generate(idx, 4, **how | dict(temperature=0)))  # draws nothing, so the seed says what it said

@@ -1474,7 +1474,7 @@ def map_and_route(attn, kernel, T, dtype=torch.float64, device="cpu", spread=3.0
 
 
 def check_precision(attn, kernel, dtype, device):
-    """Against float64, bf16 under 2e-2 and float32 under 1e-3 (gradients three times that); and diff in bf16 at most
+    """Output and gradients against float64, bf16 under 2e-2 and float32 under 1e-3; and diff in bf16 at most
     2 sqrt(1 + lambda^2) / (1 - lambda) times as far off as softmax: the subtraction costs digits."""
     errors, bound = {}, {torch.bfloat16: 2e-2, torch.float32: 1e-3}[dtype]
     for arm in {"softmax", attn}:
@@ -1482,10 +1482,11 @@ def check_precision(attn, kernel, dtype, device):
         layer, (expected, y) = map_and_route(arm, kernel if arm not in LINEAR else "sdpa", 200, dtype, device, 0.3, **size)
         errors[arm] = [relative(a, b) for a, b in zip(y, expected)]
         if arm == attn:
-            assert errors[arm][0] < bound and max(errors[arm]) < 3 * bound
+            assert max(errors[arm]) < bound
             lam = layer.lambda_full().item() if layer.diff else 0
     if attn == "diff" and dtype == torch.bfloat16:
-        assert errors["diff"][0] < 2 * math.sqrt(1 + lam**2) / (1 - lam) * errors["softmax"][0]
+        for of_diff, of_softmax in ((errors["diff"][0], errors["softmax"][0]), (max(errors["diff"]), max(errors["softmax"]))):
+            assert of_diff < 2 * math.sqrt(1 + lam**2) / (1 - lam) * of_softmax
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -1566,11 +1567,14 @@ def test_steps_stay_exact_far_beyond_the_block():
 
 
 @pytest.mark.parametrize("attn", ALL)
-def test_sampling_with_weights_in_bf16(attn):
+def test_sampling_with_weights_laid_out_for_it(attn):
     model, idx = tiny(attn), torch.zeros(2, 5, dtype=torch.int64)
     with torch.no_grad():
-        expected = model(idx)[0]
-        model.weights_in_bf16()
+        expected, weights = model(idx)[0], [p.clone() for p in model.parameters()]
+        model.weights_to_sample()
+        assert all(torch.equal(p, before) for p, before in zip(model.parameters(), weights))
+        assert torch.allclose(model(idx)[0], expected, rtol=0, atol=1e-6)
+        model.weights_to_sample(torch.bfloat16)
         assert all((p.dtype == torch.float32) == ("lambda" in n) for n, p in model.named_parameters())
         with torch.autocast("cpu", torch.bfloat16):
             assert relative(model(idx)[0], expected.double()) < 5e-2
