@@ -5,8 +5,11 @@ Every measurement. Each verb prints a Markdown table and writes <out>/<verb>.md,
     python bench.py speed           # attention alone and the training step, Table 7 of the paper
     python bench.py decode          # a token of the sampler, against the length of its context
     python bench.py recall          # retrieval among noise, learnt from scratch: a good first look at what differs
-    python bench.py slices --ckpt out/softmax out/diff      # and so every verb that looks at checkpoints
+    python bench.py slices --ckpt out/softmax* out/diff*    # and so every verb that looks at checkpoints; those that
+                                                            # differ in the seed alone are averaged
     python bench.py <verb> --help
+
+Tables, figures and sections are those of Differential Transformer, arXiv 2410.05258.
 """
 import argparse
 import datetime
@@ -23,6 +26,7 @@ import statistics
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -73,10 +77,11 @@ def markdown(rows):
 def publish(out, name, about, tables, draw=None, **raw):
     """A result in its three forms: out/name.md, which is printed too, out/name.json, out/name.png.
 
-    about: the conditions, a dict. tables: caption to rows (see `markdown`). raw: what else the JSON should hold.
-    draw(figure) draws on an empty matplotlib figure, and may resize it."""
-    text = "\n\n".join(f"{caption}\n\n{markdown(rows)}" for caption, rows in tables.items())
-    text += "\n\n" + "; ".join(f"{key}: {value}" for key, value in about.items()) + "\n"
+    about: the conditions, a dict, which stands at the top. tables: caption to rows (see `markdown`). raw: what else the
+    JSON should hold. draw(figure) draws on an empty matplotlib figure, and may resize it."""
+    parts = ["; ".join(f"{key}: {value}" for key, value in about.items())]
+    parts += [f"{caption}\n\n{markdown(rows)}" for caption, rows in tables.items()]
+    text = "\n\n".join(parts).encode("utf-8", "backslashreplace").decode() + "\n"
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.md").write_text(text, encoding="utf-8")
     (out / f"{name}.json").write_text(json.dumps(dict(about=about, tables=tables, **raw), indent=1) + "\n")
@@ -161,17 +166,24 @@ def row(group, base):
     }
 
 
+def telling_apart(keys):
+    """What names groups of runs, keyed as in `results`: a function of a key, which says the attention and the fields that
+    differ; and these."""
+    differ = [k for k in train.IDENTITY if k not in ("seed", "attn") and len({str(dict(key)[k]) for key in keys}) > 1]
+
+    def label(key, without=()):
+        values = ((k, dict(key)[k]) for k in differ if k not in without)
+        return " ".join([dict(key)["attn"]] + [train.tag(k, str(v)[:9] if isinstance(v, str) else v) for k, v in values if v is not None])
+
+    return label, differ
+
+
 def compare(folders, out):
     """The table, the curves and the samples of the runs in folders."""
     groups, open_ends = results(folders)
     if not groups:
         sys.exit("bench.py: no runs there: `python train.py --attn=softmax,diff --seed=1,2` makes some")
-    arms = [dict(key) for key in groups]
-    differ = [k for k in train.IDENTITY if k not in ("seed", "attn") and len({str(a[k]) for a in arms}) > 1]
-
-    def label(key, without=()):
-        values = ((k, dict(key)[k]) for k in differ if k not in without)
-        return " ".join([dict(key)["attn"]] + [train.tag(k, str(v)[:9] if isinstance(v, str) else v) for k, v in values if v is not None])
+    label, differ = telling_apart(groups)
 
     def softmax(key, rate=True):
         """The softmax runs to compare with: the same but for the attention and what belongs to it."""
@@ -261,7 +273,7 @@ def curves(figure, groups, order, label):
 
 
 def loss(p, args):
-    """The loss curves, the table of a comparison and what the models said on the way.
+    """curves and table of the runs under a folder, and what the models said on the way
 
     Runs are put together by everything but their seed. The difference to softmax is taken run by run with the same
     seed, hence the same shared weights and the same tokens in the same order; and, tighter, for each val sequence
@@ -282,7 +294,7 @@ TABLE6 = {
 
 
 def ablations(p, args, flags):
-    """The seven rows of the paper's Table 6, trained and compared.
+    """trains and compares the seven rows of Table 6
 
     Every other flag is train.py's (--preset=toy, --steps, --device, …). Stop it whenever you like: the same command
     goes on. Then `bench.py residual` says what the norm does to the residual stream."""
@@ -327,7 +339,9 @@ def clock(f, device, n=1):
 
 def reason(e):
     """What a table says in the place of a number."""
-    if isinstance(e, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(e):
+    if isinstance(e, (MemoryError, torch.OutOfMemoryError)) or any(
+        said in str(e) for said in ("can't allocate memory", "Storage size calculation overflowed")
+    ):
         return "out of memory"
     return (str(e).splitlines() or [type(e).__name__])[0]
 
@@ -355,7 +369,7 @@ def rounds(builders, repeats, device):
                 one[what] = []
                 calls.append((one[what], f, n))
             found[name] = one
-        except (RuntimeError, ValueError, MemoryError, ImportError) as e:
+        except Exception as e:  # of many classes, depending on what the machine lacks
             found[name], functions, f = reason(e), None, None
             if cuda:
                 torch.cuda.empty_cache()
@@ -385,6 +399,8 @@ def machine(p, args):
         p.fail(str(e))
     args.dtype = args.dtype or ("bfloat16" if cuda else "float32")
     args.compile = cuda if args.compile is None else args.compile
+    if cuda:
+        torch.cuda.set_device(args.device)  # where the events of `clock` are recorded
     args.autocast = torch.autocast(args.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     torch.set_float32_matmul_precision("high")  # as in train.py
     if args.compile:
@@ -459,22 +475,25 @@ def crossing(Ts, a, b):
 
 
 def speed(p, args):
-    """Tokens per second of attention alone and of the training step, laid out like Table 7 of the paper.
+    """tokens per second of attention alone and of the training step (Table 7)
 
     Forward, and forward with backward: of A V from projected q, k and v at every --T, and of the whole training step,
-    the optimizer included, at --train_T. Median of --repeats interleaved rounds ± half the distance between the
-    quartiles, in brackets the relative difference to softmax of the same rounds. A call takes --batch_size sequences of
-    --train_T, or as many tokens at another length."""
+    one step of the optimizer included, at every --train_T. Median of --repeats interleaved rounds ± half the distance between the
+    quartiles, in brackets the relative difference to softmax of the same rounds. A call takes as many tokens as
+    --batch_size of the preset's sequences have, one sequence at least."""
     size, preset = machine(p, args)
-    if args.nanogpt and not args.nanogpt.is_file():
-        p.fail(f"--nanogpt={args.nanogpt} is no file: clone github.com/karpathy/nanoGPT and name its model.py")
-    cuda, T = args.device.type == "cuda", args.train_T or preset["block_size"]
-    B = args.batch_size or preset["batch_size"]
+    if args.nanogpt:
+        try:
+            nanogpt(args.nanogpt, size | dict(n_layer=1, n_embd=2, n_head=1, vocab_size=1), 1)
+        except Exception as e:  # whatever that file holds
+            p.fail(f"--nanogpt={args.nanogpt} is not nanoGPT's model.py ({reason(e)}): clone github.com/karpathy/nanoGPT")
+    cuda, tokens = args.device.type == "cuda", (args.batch_size or preset["batch_size"]) * preset["block_size"]
     Ts = sorted(set(args.T or ([1024, 2048, 4096, 8192, 16384] if cuda else [256, 512, 1024, 2048, 4096, 8192])))
+    train_Ts = sorted(set(args.train_T or [T for T in Ts if T in (256, 1024, 4096)] or Ts))
     about = conditions(args.device, dtype=args.dtype, compiled=args.compile, repeats=args.repeats,
                        model=f"{size['n_layer']} layers, {size['n_head']} heads, {size['n_embd']} channels",
-                       batch=f"{B} x {T} tokens a training step, as many for attention alone, one sequence at least")  # fmt: skip
-    names, problems, ran = [], [], args.kernel == ["auto"]  # (arm, kernel); the linear arms have no kernel to choose
+                       batch=f"{tokens:,} tokens, one sequence at least")  # fmt: skip
+    names, problems, failed = [], [], []  # (arm, kernel); the linear arms have no kernel to choose
     for attn in args.arms:
         for kernel in args.kernel if attn in ("softmax", "diff") and args.flash else ["chunks" if args.flash else "map"]:
             try:
@@ -482,20 +501,22 @@ def speed(p, args):
                 took, why = pick_kernel(one, kernel, getattr(torch, args.dtype))
                 if took:
                     print(f"{attn}: kernel {took}{why and f' ({why})'}")
-                    kernel, ran = took, True
+                    kernel = took
             except ValueError as e:  # a row of the table, if another one can run
                 problems.append(str(e))
+                failed.append((attn, kernel))
             names += [(attn, kernel)] * ((attn, kernel) not in names)
-    if problems and not ran:
+    if problems and all(name in failed for name in names if name[0] in ("softmax", "diff")):
         p.fail(problems[0])
     if args.profile:
-        return profile(args, size, names, B, T)
+        names = [name for name in names if name not in failed]
+        return profile(args, size, names, max(1, tokens // train_Ts[0]), train_Ts[0])
     peak_flops = next((flops for name, flops in train.PEAK.items() if cuda and name in about["device"]), None)
-    flops, tables, timings, lines = GPT(GPTConfig(**size)).flops_per_token(T), {}, [], {}
-    for caption, kind, lengths in (("attention alone", attention_alone, Ts), ("training step", training_step, [T])):
+    model, tables, timings, lines = GPT(GPTConfig(**size), seed=None), {}, [], {"attention alone": {}, "training step": {}}
+    for caption, kind, lengths in (("attention alone", attention_alone, Ts), ("training step", training_step, train_Ts)):
         rows = tables.setdefault(caption, [])
         for length in lengths:
-            b = max(1, B * T // length)
+            b = max(1, tokens // length)
             also = [("nanoGPT", "its own")] if args.nanogpt and kind is training_step else []
             build = {(a, k): lambda a=a, k=k: kind(args, size, a, k, b, length) for a, k in names + also}  # noqa: B023
             found = rounds(build, args.repeats, args.device)
@@ -515,30 +536,40 @@ def speed(p, args):
                     row[f"{column} / softmax"] = ratio
                     timings.append(dict(of=caption, T=length, batch=b, arm=attn, kernel=kernel, what=what,
                                         seconds=one[what], ratio=ratio and ratio[0], peak=one["peak"]))  # fmt: skip
-                    if kind is attention_alone and what == "fwd+bwd":
-                        lines.setdefault((attn, kernel), {})[length] = 1e6 / rate
+                    if what == "fwd+bwd":
+                        lines[caption].setdefault((attn, kernel), {})[length] = 1e6 / rate
                 if cuda:
                     row["peak GB"] = one["peak"] / 1e9
                 if kind is training_step and peak_flops:
-                    row["MFU"] = flops * b * length / statistics.median(one["fwd+bwd"]) / peak_flops
-    first = {attn: next((line for (a, _), line in lines.items() if a == attn), {}) for attn in ("softmax", "linear")}
-    shared = [t for t in Ts if t in first["softmax"] and t in first["linear"]]
-    cross = crossing(shared, *([first[attn][t] for t in shared] for attn in ("softmax", "linear")))
+                    row["MFU"] = model.flops_per_token(length) * b * length / statistics.median(one["fwd+bwd"]) / peak_flops
+    crossings = {}
+    for caption, found in lines.items():
+        softmax, linear = (next((line for (a, _), line in found.items() if a == attn), {}) for attn in ("softmax", "linear"))
+        both = sorted(softmax.keys() & linear.keys())
+        crossings[caption] = crossing(both, [softmax[t] for t in both], [linear[t] for t in both])
 
     def draw(figure):
-        axes = figure.subplots()
-        for i, ((attn, kernel), line) in enumerate(lines.items()):
-            axes.plot(line.keys(), line.values(), marker="osv^D"[i % 5], label=f"{attn} ({kernel})", **STYLE[attn])
-        if cross:
-            axes.axvline(cross, color="grey", linewidth=0.8)
-            axes.annotate(f" T = {cross:,.0f}", (cross, 0.02), xycoords=("data", "axes fraction"))
-        axes.set(xscale="log", yscale="log", xlabel="T", ylabel="µs per token, attention forward + backward")
-        axes.set_xticks(Ts, Ts)
-        axes.minorticks_off()
-        axes.legend()
+        from matplotlib.ticker import LogLocator
 
-    about["softmax and linear cross at"] = f"T = {cross:,.0f}" if cross else "no T between those measured"
-    publish(args.out, "speed", about, tables, draw, timings=timings, crossing=cross)
+        for axes, (caption, found) in zip(figure.subplots(1, 2), lines.items()):
+            for i, ((attn, kernel), line) in enumerate(found.items()):
+                style = STYLE.get(attn, dict(color="black"))
+                axes.plot(line.keys(), line.values(), marker="osv^D"[i % 5], label=f"{attn} ({kernel})", **style)
+            if cross := crossings[caption]:
+                axes.axvline(cross, color="grey", linewidth=0.8)
+                axes.annotate(f" T = {cross:,.0f}", (cross, 0.02), xycoords=("data", "axes fraction"))
+            axes.set(title=caption, xscale="log", yscale="log", xlabel="T", ylabel="µs per token, forward + backward")
+            lengths = sorted({T for line in found.values() for T in line})
+            axes.set_xticks(lengths, lengths)
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.minorticks_off()
+            if found:
+                axes.legend()
+
+    for caption, cross in crossings.items():
+        about[f"{caption}, softmax and linear cross at"] = f"T = {cross:,.0f}" if cross else "no T between those measured"
+    publish(args.out, "speed", about, tables, draw, timings=timings, crossing=crossings)
 
 
 def profile(args, size, names, B, T):
@@ -591,9 +622,11 @@ def decoding(args, model, B, T, sizes):
 def recomputing(args, preset):
     """A row: the sampler, and generation that runs its whole context through the model for every token, as nanoGPT's does.
     Softmax, one sequence, greedy: 500 tokens of a toy model, prefill included, or sixteen after the first 1,000 of
-    GPT-2 small. The recomputation is timed in between, at evenly spaced lengths, so that a slow minute slows both."""
+    GPT-2 small. The two take turns, so that a slow minute slows both: the sampler makes some tokens on end, then the
+    recomputation is timed at evenly spaced lengths among those."""
     toy = preset == "toy"
-    block_size, vocab_size, first, last, gap = (512, 257, 1, 500, 10) if toy else (1024, 50257, 1000, 1015, 3)
+    block_size, vocab_size, first, last = (512, 257, 1, 500) if toy else (1024, 50257, 1000, 1015)
+    turn, gap = (50, 10) if toy else (8, 4)
     size = {name: train.PRESETS[preset][name] for name in ("n_layer", "n_head", "n_embd")}
     model, threads = built(args, "softmax", "auto", block_size=block_size, vocab_size=vocab_size, **size), torch.get_num_threads()
     few_threads(model, args.device)
@@ -605,10 +638,11 @@ def recomputing(args, preset):
         made = model.generate(idx[:, :first], last - first + 4, temperature=0, step=step)
         for _ in range(0 if toy else 3):
             next(made)  # the prefill, and on a GPU the recording of the graph
-        for t in range(first, last + 1):
-            fast.append(clock(lambda: next(made), args.device))
-            if (t - first) % gap == 0:
+        for begin in range(first, last + 1, turn):
+            fast += [clock(lambda: next(made), args.device) for _ in range(turn)]
+            for t in range(begin, begin + turn, gap):
                 again = lambda: next_token(model(idx[:, :t])[0][:, -1], 0, None, None, None)  # noqa: B023
+                again()  # the first call at a length is slower: plans, allocations
                 slow.append(clock(again, args.device))
     timed, took = f"at {len(slow)} of {len(fast)} lengths", torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -618,7 +652,7 @@ def recomputing(args, preset):
 
 
 def decode(p, args):
-    """Tokens per second and bytes of state of the sampler against the length of its context, --T.
+    """tokens per second and bytes of state of the sampler, by the length of its context
 
     A step is greedy and takes --num_samples sequences at once, over the last 64 tokens before T. With --compile the
     softmax arms attend to all of their cache whatever is in it. A second table sets the sampler beside generation that
@@ -629,7 +663,9 @@ def decode(p, args):
     if again := [recomputing(args, preset) for preset in args.recompute if preset != "none"]:
         tables["against recomputing the context for every token"] = again
     few_threads(GPT(GPTConfig(**size), seed=None), args.device)
-    Ts = sorted(set(args.T or ([1024, 4096, 16384] if cuda else [64, 256, 1024, 4096])))
+    Ts = sorted(set(args.T or ([1024, 8192] if cuda else [64, 256, 1024, 4096])))
+    if Ts[0] < 2:
+        p.fail(f"--T={Ts[0]}: a step needs a token before its own, so at least 2")
     about = conditions(args.device, dtype=args.dtype, compiled=args.compile, repeats=args.repeats,
                        model=f"{size['n_layer']} layers, {size['n_head']} heads, {size['n_embd']} channels")  # fmt: skip
     models, rows, lines = {}, [], {}
@@ -674,7 +710,8 @@ def decode(p, args):
 
 
 def open_models(parser, args):
-    """The checkpoints of --ckpt, {label: model on --device}: labelled by the arm, or by the file where two share one."""
+    """The checkpoints of --ckpt, {label: model on --device}. model.arm names all those that differ in the seed alone, or
+    is the file's name where that tells nothing apart."""
     try:
         args.device = pick_device(args.device)
         args.ckpt = [path / "ckpt.pt" if path.is_dir() else path for path in args.ckpt]
@@ -685,16 +722,27 @@ def open_models(parser, args):
             model.enc = get_tokenizer(model.extra["tokenizer"])
             if model.enc.n_vocab != model.config.vocab_size:
                 raise ValueError(f"{path} has {model.config.vocab_size} tokens and its tokenizer {model.enc.n_vocab}")
+            if not isinstance(model.extra.setdefault("run", {}), dict):
+                raise ValueError(f"{path} holds a run that train.py did not write")
     except (ValueError, OSError) as e:
         parser.fail(str(e))
-    arms = [model.config.attn for model in models]
-    files = [str(path.parent if path.name == "ckpt.pt" else path) for path in args.ckpt]
-    return dict(zip(arms if len(set(arms)) == len(arms) else files, models))
+    found, seeds = [], {}
+    for path, model in zip(args.ckpt, models):
+        run = asdict(model.config) | model.extra["run"]
+        key, seed = tuple((k, run.get(k)) for k in train.IDENTITY if k != "seed"), run.get("seed")
+        found.append((model, key, seed, str(path.parent if path.name == "ckpt.pt" else path)))
+        seeds.setdefault(key, []).append(seed)
+    (label, _), named = telling_apart(seeds), {}
+    for model, key, seed, file in found:
+        once = seeds[key].count(seed) == 1
+        model.arm = label(key) if once else file
+        named[f"{model.arm}, seed {seed}" if once and len(seeds[key]) > 1 else model.arm] = model
+    return named
 
 
 def open_data(parser, args, models):
     """train and val of what the models were trained on, and T, their smallest block: the same tokens for every model."""
-    first, runs = next(iter(models.values())), [model.extra.get("run", {}) for model in models.values()]
+    first, runs = next(iter(models.values())), [model.extra["run"] for model in models.values()]
     path = args.data or runs[0].get("data")
     try:
         if path is None:
@@ -774,15 +822,40 @@ def default(args, cpu, cuda):
     return cuda if args.device.type == "cuda" else cpu
 
 
-def line(i, model):
-    """How the i-th model is drawn: the arm's colour and dash, a marker of its own where an arm comes several times."""
-    return dict(STYLE[model.config.attn], marker="os^Dvx*P"[i % 8], markersize=4)
+def line(models, label):
+    """How one of the models is drawn: the attention's colour and dash, paler for a second arm of it; the label once."""
+    attn, arm = models[label].config.attn, models[label].arm
+    arms = {model.arm: model.config.attn for model in models.values()}
+    alike, place = [a for a in arms if arms[a] == attn].index(arm), list(arms).index(arm)
+    first = next(name for name, model in models.items() if model.arm == arm) == label
+    return dict(STYLE[attn], marker="os^Dvx*P"[place % 8], markersize=4, alpha=1 / (1 + alike), label=arm if first else None)
 
 
-def about(args, models, **more):
-    """The conditions of a measurement of checkpoints."""
-    trained = ", ".join(f"{label} {model.extra.get('step')}" for label, model in models.items())
-    return conditions(args.device, dtype="float32", **more, **{"steps trained": trained})
+def over_seeds(rows, models):
+    """rows, with those rows or columns as one, mean and standard deviation, that differ in the seed alone."""
+
+    def arm(name):
+        label = next((label for label in models if name == label or name.startswith(f"{label}, ")), None)
+        return name if label is None else models[label].arm + name[len(label) :]
+
+    groups = {}
+    for row in rows:
+        same = tuple((k, arm(v) if k == "attn" else v) for k, v in row.items() if not isinstance(v, float))
+        for k, v in row.items():
+            if isinstance(v, float):
+                groups.setdefault(same, {}).setdefault(arm(k), []).append(v)
+    return [dict(same) | {k: summary(values) for k, values in cells.items()} for same, cells in groups.items()]
+
+
+def show(args, models, tables, draw, raw=None, **more):
+    """Publishes a measurement of checkpoints: first over the seeds, where there are several, then each for itself."""
+    if len({model.arm for model in models.values()}) < len(models):
+        means = {f"{caption}: mean ± standard deviation over seeds": over_seeds(rows, models) for caption, rows in tables.items()}
+        tables = means | tables
+    steps = {label: model.extra.get("step") for label, model in models.items()}
+    trained = steps.popitem()[1] if len(set(steps.values())) == 1 else ", ".join(f"{k} {v}" for k, v in steps.items())
+    about = conditions(args.device, dtype="float32", **more, **{"steps trained": trained})
+    publish(args.out, args.verb, about, tables, draw, **raw or {})
 
 
 # the verbs
@@ -814,7 +887,7 @@ def seen_before(numbers):
 
 
 def slices(p, args):
-    """val loss split into AR-hits and the rest (Zoology, arXiv 2312.04927; the paper's Table 6)
+    """val loss of what the context held before, and of the rest (Table 6; Zoology, arXiv 2312.04927)
 
     An AR-hit is a token that ends an n-gram which its context holds already, so that it could be looked up there, and
     which is not among the n-grams most frequent in the training data, which need no looking up: those that together
@@ -824,8 +897,14 @@ def slices(p, args):
     train, val, data, T = open_data(p, args, models)
     enc = next(iter(models.values())).enc
     n = 2 if enc.name == "gpt2" else 5
-    counted = Shards([np.concatenate([a[: args.count] for a in train.arrays])[: args.count]])
-    frequent, k = frequent_ngrams(counted.arrays[0], n, enc.n_vocab)
+    counted, missing = [], args.count
+    for a in train.arrays:
+        counted.append(a[:missing])
+        missing -= len(counted[-1])
+    counted = np.concatenate(counted)
+    if len(counted) < n:
+        p.fail(f"{len(counted)} training tokens hold no {n}-gram: count more with --count")
+    frequent, k = frequent_ngrams(counted, n, enc.n_vocab)
     tokens, hits, losses = args.tokens or default(args, 65_536, 4_000_000), [], {label: [] for label in models}
     for batch in batches(val, T, tokens, args.device):
         numbers = ngrams(batch.numpy(force=True), n, enc.n_vocab)
@@ -841,20 +920,20 @@ def slices(p, args):
                      "the rest": loss[~hits].mean().item()})  # fmt: skip
 
     def draw(figure):
-        ax = figure.subplots()
-        for i, (row, model) in enumerate(zip(rows, models.values())):
-            style, names = STYLE[model.config.attn], ("all", "AR-hits", "the rest")
-            places = np.arange(3) + (i - (len(rows) - 1) / 2) * 0.8 / len(rows)
-            ax.bar(places, [row[name] or 0 for name in names], 0.75 / len(rows), color=style["color"], label=row["attn"],
-                   hatch="//" if style["linestyle"] == "--" else None, edgecolor="white")  # fmt: skip
+        ax, means = figure.subplots(), over_seeds(rows, models)
+        for i, row in enumerate(means):
+            style = next(line(models, label) for label, model in models.items() if model.arm == row["attn"])
+            places = np.arange(3) + (i - (len(means) - 1) / 2) * 0.8 / len(means)
+            heights, errors = zip(*(row[name] or (0, None) for name in ("all", "AR-hits", "the rest")))
+            ax.bar(places, heights, 0.75 / len(means), yerr=[e or 0 for e in errors], color=style["color"], label=row["attn"],
+                   alpha=style["alpha"], hatch="//" if style["linestyle"] == "--" else None, edgecolor="white")  # fmt: skip
         ax.set_xticks(range(3), ["all", f"AR-hits ({hits.mean():.1%})", f"the rest ({1 - hits.mean():.1%})"])
         ax.set_ylabel("val loss (nats per token)")
         ax.legend()
 
-    rule = f"{n}-grams seen more than {k:,} times in the first {len(counted.arrays[0]):,} training tokens"
+    rule = f"{n}-grams seen more than {k:,} times in the first {len(counted):,} training tokens"
     caption = f"val loss in nats per token; {hits.mean():.1%} of the tokens are AR-hits"
-    publish(args.out, "slices", about(args, models, data=data, tokens=f"{hits.size:,}", context=T, **{"not a hit": rule}),
-            {caption: rows}, draw, k=k, n=n)  # fmt: skip
+    show(args, models, {caption: rows}, draw, dict(k=k, n=n), data=data, tokens=f"{hits.size:,}", context=T, **{"not a hit": rule})
 
 
 def windowed_losses(model, tokens):
@@ -870,7 +949,7 @@ def windowed_losses(model, tokens):
 
 
 def position(p, args):
-    """mean loss by position in the text, up to and beyond the trained block (the paper's Figure 4)
+    """mean loss by position in the text, up to and beyond the trained block (Figure 4)
 
     Every arm sees its whole context; the softmax arms also as sample.py runs them, whose cache starts anew from its last
     half whenever it is full."""
@@ -882,16 +961,18 @@ def position(p, args):
     tokens = args.tokens or default(args, 65_536, 4_000_000)
     curves = {}  # label to (style, sum of the losses of each position)
     for batch in batches(val, L, tokens, args.device):
-        for i, (label, model) in enumerate(models.items()):
+        for label, model in models.items():
             ways = {label: token_losses}
             if ATTENTION[model.config.attn] is SoftmaxAttention:
                 ways[f"{label}, window"] = windowed_losses
             for name, losses in ways.items():
-                style = line(i, model) | (dict(linestyle=":") if name != label else {})
+                style = line(models, label)
+                if name != label:
+                    style |= dict(linestyle=":", label=style["label"] and f"{style['label']}, window")
                 curve = losses(model, batch).double().sum(0).cpu().numpy()
                 curves[name] = style, curve + (curves[name][1] if name in curves else 0)
     n = max(1, min(val.sequences(L), tokens // L))
-    ends = sorted({min(L, 2**i) for i in range(4, 64) if 2 ** (i - 1) < L} | {T})
+    ends = sorted({min(L, 2**i) for i in range(4, 64) if 2 ** (i - 1) < L} | {min(T, L)})
     upto, between = [], []
     for start, end in zip([0, *ends], ends):
         upto.append({"position": end} | {name: float(c[:end].sum() / n / end) for name, (_, c) in curves.items()})
@@ -901,15 +982,15 @@ def position(p, args):
     def draw(figure):
         ax = figure.subplots()
         for name, (style, c) in curves.items():
-            ax.plot(np.arange(1, L + 1), c.cumsum() / n / np.arange(1, L + 1), label=name, markevery=(0.1, 0.1), **style)
+            ax.plot(np.arange(1, L + 1), c.cumsum() / n / np.arange(1, L + 1), markevery=(0.1, 0.1), **style)
         ax.axvline(T, color="grey", linewidth=0.8)
         ax.text(T, ax.get_ylim()[0], "trained block ", ha="right", va="bottom", color="grey")
         ax.set(xscale="log", xlabel="position (tokens)", ylabel="mean loss up to it (nats per token)")
-        ax.legend()
+        figure.legend(loc="outside right center")
 
-    publish(args.out, "position", about(args, models, data=data, tokens=f"{n * L:,}", **{"trained block": T}),
-            {"Mean loss up to a position (nats per token)": upto, "Mean loss between positions": between}, draw,
-            by_position={name: (c / n).tolist() for name, (_, c) in curves.items()})  # fmt: skip
+    show(args, models, {"Mean loss up to a position (nats per token)": upto, "Mean loss between positions": between}, draw,
+         dict(by_position={name: (c / n).tolist() for name, (_, c) in curves.items()}),
+         data=data, tokens=f"{n * L:,}", **{"trained block": T})  # fmt: skip
 
 
 class Extremes:
@@ -922,18 +1003,19 @@ class Extremes:
     def add(self, x):
         x = x.abs().flatten().float()
         self.top = torch.cat((self.top, x.topk(min(100, len(x))).values.cpu())).sort(descending=True).values[:100]
-        self.histogram += torch.histc(x.clamp(2.0**-31.9, 2.0**31.9).log2(), 64 * 64, -32, 32).double().cpu()
+        for part in x.clamp(2.0**-31.9, 2.0**31.9).log2().split(2**24):  # histc counts in float32
+            self.histogram += torch.histc(part, 64 * 64, -32, 32).double().cpu()
 
     def row(self):
         sums = self.histogram.cumsum(0)
         middle = (int(torch.searchsorted(sums, sums[-1] / 2)) + 0.5) / 64 - 32
         return {f"top-{k}": self.top[k - 1].item() if len(self.top) >= k else None for k in (1, 2, 3, 10, 100)} | {
-            "median": 2**middle}  # fmt: skip
+            "median": math.nan if self.top.isnan().any() else 2**middle}  # fmt: skip
 
 
 @torch.no_grad()
 def outliers(p, args):
-    """the largest scores and activations beside their median (the paper's Table 5)
+    """the largest scores and activations beside their median (Table 5)
 
     Absolute values: of what layer.scores gives below and on the diagonal (attention logits in the softmax arms, rotated
     products of features before the division in the linear ones), for each branch of a difference; and of the residual
@@ -959,23 +1041,21 @@ def outliers(p, args):
 
     def draw(figure):
         for ax, kind in zip(figure.subplots(1, 2), ("scores", "residual stream")):
-            for i, (label, model) in enumerate(models.items()):
-                for (name, which), extremes in found.items():
-                    if which == label and name.startswith(kind):
-                        style = line(i, model) | dict(marker=None, linewidth=1 + name.endswith("1"))
-                        name = label + name.removeprefix(kind)
-                        ax.plot(range(1, len(extremes.top) + 1), extremes.top, label=name, **style)
-                        ax.plot([1, 100], [extremes.row()["median"]] * 2, **style | dict(alpha=0.4))
+            for (name, label), extremes in found.items():
+                if name.startswith(kind):
+                    style = line(models, label) | dict(marker=None, linewidth=1 + name.endswith("1"))
+                    style["label"] = style["label"] and style["label"] + name.removeprefix(kind)
+                    ax.plot(range(1, len(extremes.top) + 1), extremes.top, **style)
+                    ax.plot([1, 100], [extremes.row()["median"]] * 2, **style | dict(alpha=0.3 * style["alpha"], label=None))
             ax.set(xscale="log", yscale="log", xlabel="rank; pale: the median", ylabel=f"absolute value: {kind}")
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
 
-    publish(args.out, "outliers", about(args, models, data=data, tokens=f"{n * T:,}", context=T),
-            {"The largest absolute values and the median": rows}, draw)  # fmt: skip
+    show(args, models, {"The largest absolute values and the median": rows}, draw, data=data, tokens=f"{n * T:,}", context=T)
 
 
 @torch.no_grad()
 def residual(p, args):
-    """The norm of the residual stream by layer, at init and at the end.
+    """norm of the residual stream by layer, at init and at the end
 
     The length ||x|| of a token's residual stream as the embedding and then each block leave it, the mean over val tokens.
     At init: the same weights drawn anew from the run's seed. A lead on what the norm on each head's output costs early
@@ -984,7 +1064,7 @@ def residual(p, args):
     _, val, data, T = open_data(p, args, models)
     tokens, rows = args.tokens or default(args, 32_768, 400_000), []
     for label, model in models.items():
-        seed = model.extra.get("run", {}).get("seed")
+        seed = model.extra["run"].get("seed")
         if seed is None:
             p.fail(f"{label} does not say its seed, as checkpoints of train.py do: its init is unknown")
         for when, one in (("init", GPT(model.config, seed).to(args.device)), ("end", model)):
@@ -1000,16 +1080,15 @@ def residual(p, args):
 
     def draw(figure):
         for ax, when in zip(figure.subplots(1, 2, sharey=True), ("init", "end")):
-            for i, (label, model) in enumerate(models.items()):
+            for label in models:
                 norms = [list(row.values())[2:] for row in rows if (row["attn"], row["at"]) == (label, when)]
-                ax.plot(range(len(norms[0])), norms[0], label=label, **line(i, model))
+                ax.plot(range(len(norms[0])), norms[0], **line(models, label))
             ax.set(title=f"at {when}", xlabel="after how many blocks", yscale="log")
             ax.locator_params(axis="x", integer=True)
         figure.axes[0].set_ylabel("norm of the residual stream")
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
 
-    publish(args.out, "residual", about(args, models, data=data, tokens=f"{n:,}", context=T),
-            {"Norm of the residual stream, mean over tokens": rows}, draw)  # fmt: skip
+    show(args, models, {"Norm of the residual stream, mean over tokens": rows}, draw, data=data, tokens=f"{n:,}", context=T)
 
 
 def absmax(S, bits, dims):
@@ -1021,7 +1100,7 @@ def absmax(S, bits, dims):
 
 @torch.no_grad()
 def quant(p, args):
-    """val loss with the scores rounded to few bits by absmax (the paper's Figure 8)
+    """val loss with the scores rounded to few bits (Figure 8)
 
     What layer.scores gives is rounded to 2^(bits - 1) - 1 steps either side of zero, the largest absolute value being
     the last step: of each text and layer, all heads and branches together, or with --per=head of each head. Nothing
@@ -1029,7 +1108,7 @@ def quant(p, args):
     models = open_models(p, args)
     _, val, data, T = open_data(p, args, models)
     dims, tokens = ((1, 2, 3) if args.per == "layer" else (2, 3)), args.tokens or default(args, 16_384, 1_000_000)
-    limit = default(args, 100, 10_042) if args.limit is None else args.limit
+    limit = default(args, 100, 1000) if args.limit is None else args.limit
     questions = open_hellaswag(p, args.source, limit) if limit and next(iter(models.values())).enc.name == "gpt2" else []
     rows, n = [], 0
     for bits in (None, 8, 6, 4):
@@ -1046,17 +1125,18 @@ def quant(p, args):
         panels = {"val loss above that of exact scores (nats)": ""}
         panels |= {"HellaSwag accuracy": ", HellaSwag"} if questions else {}
         for ax, (ylabel, suffix) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items()):
-            for i, (label, model) in enumerate(models.items()):
+            for label in models:
                 zero = 0 if suffix else rows[0][label]
-                ax.plot(range(4), [row[label + suffix] - zero for row in rows], label=label, **line(i, model))
+                ax.plot(range(4), [row[label + suffix] - zero for row in rows], **line(models, label))
             ax.set_xticks(range(4), ["none", "8", "6", "4"])
             ax.set(xlabel="bits of the scores", ylabel=ylabel)
             ax.legend()
 
+    above = [{k: v - rows[0][k] if k in models else v for k, v in row.items() if k in models or k == "bits"} for row in rows[1:]]
     more = {"HellaSwag rows": len(questions)} if questions else {}
     each = "each text, layer and head" if args.per == "head" else "each text and layer"
-    publish(args.out, "quant", about(args, models, data=data, tokens=f"{n:,}", context=T, absmax=f"of {each}", **more),
-            {"val loss in nats per token, scores quantized": rows}, draw)  # fmt: skip
+    tables = {"val loss in nats per token, scores quantized": rows, "the same above that of exact scores": above}
+    show(args, models, tables, draw, data=data, tokens=f"{n:,}", context=T, absmax=f"of {each}", **more)
 
 
 def open_hellaswag(parser, source, limit):
@@ -1068,11 +1148,12 @@ def open_hellaswag(parser, source, limit):
         datasets.disable_progress_bars()
         found = datasets.load_dataset(source, split="validation")
         found = found.select_columns(["ctx", "endings", "label"]).select(range(min(limit, len(found)))).to_list()
-        if not all(len(row["endings"]) == 4 and str(row["label"]) in set("0123") for row in found):
-            raise ValueError("its rows need four endings and a label")
+        if not found or not all(len(row["endings"]) == 4 and str(row["label"]) in set("0123") for row in found):
+            raise ValueError("it needs rows with four endings and a label")
         return found
     except Exception as e:  # no network, no folder, other columns: of many classes
-        parser.fail(f"can't read HellaSwag from {source} ({' '.join(str(e).split())[:150]}): a folder will do, --source=…")
+        parser.fail(f"can't read HellaSwag from {source} ({' '.join(str(e).split())[:150]}): a folder will do, --source=…"
+                    + " (or --limit=0: quant without it)" * parser.prog.endswith("quant"))
 
 
 @torch.no_grad()
@@ -1105,7 +1186,7 @@ def score_hellaswag(model, rows, block):
 
 
 def hellaswag(p, args):
-    """zero-shot HellaSwag, 10,042 unfinished stories with four endings (the paper's Section 3.1)
+    """zero-shot accuracy on HellaSwag, 10,042 unfinished stories with four endings (Section 3.1)
 
     Normalised accuracy: the ending whose tokens have the smallest mean loss, after the context and a space; beside it
     the accuracy by the sum of the losses. Guessing gets 0.25."""
@@ -1116,20 +1197,19 @@ def hellaswag(p, args):
 
     def draw(figure):
         ax = figure.subplots()
-        for i, (row, model) in enumerate(zip(rows, models.values())):
-            ax.errorbar(i, row["accuracy, normalised"], row["standard error"], capsize=4, **line(i, model))
+        for i, row in enumerate(rows):
+            ax.errorbar(i, row["accuracy, normalised"], row["standard error"], capsize=4, **line(models, row["attn"]))
         ax.axhline(0.25, color="grey", linewidth=0.8)
         ax.text(-0.48, 0.25, "guessing", va="bottom", color="grey")
-        ax.set_xticks(range(len(rows)), [row["attn"] for row in rows])
+        ax.set_xticks(range(len(rows)), [row["attn"] for row in rows], rotation=45 if len(rows) > 4 else 0, ha="right" if len(rows) > 4 else "center")
         ax.set(ylabel="HellaSwag, normalised accuracy ± 1 standard error", xlim=(-0.5, len(rows) - 0.5))
 
-    publish(args.out, "hellaswag", about(args, models, source=args.source, context=block, normalised="per token"),
-            {"HellaSwag, zero-shot": rows}, draw)  # fmt: skip
+    show(args, models, {"HellaSwag, zero-shot": rows}, draw, source=args.source, context=block, normalised="per token")
 
 
 def token_names(enc, tokens):
     """What stands at the axes of a map: spaces and ends of lines made visible."""
-    return [enc.decode([t]).replace(" ", "␣").replace("\n", "↵") for t in tokens]
+    return [enc.decode([t]).replace(" ", "␣").replace("\n", "↵").replace("$", r"\$") for t in tokens]
 
 
 def draw_map(ax, A, largest, names=None):
@@ -1146,7 +1226,7 @@ def draw_map(ax, A, largest, names=None):
 
 @torch.no_grad()
 def maps(p, args):
-    """the attention maps of a text, heads averaged and one by one (the paper's Figure 1)
+    """the attention maps of a text, heads averaged and one by one (Figure 1)
 
     Row i is how token i mixes the tokens before it; what is subtracted more than it is added is negative. The table is
     of all layers, the figure of one."""
@@ -1157,8 +1237,8 @@ def maps(p, args):
     layer, shown, rows = args.layer or layers, {}, []
     for label, model in models.items():
         tokens = model.enc.encode_ordinary(args.text)
-        if not 1 < len(tokens) <= 1024:
-            p.fail(f"--text has {len(tokens)} tokens, and a map to look at needs 2 to 1,024")
+        if not 1 < len(tokens) <= 256:
+            p.fail(f"--text has {len(tokens)} tokens, and a map to look at needs 2 to 256")
         found = [A[0].float().cpu() for A in attention_maps(model, torch.tensor([tokens], device=args.device))]
         shown[label] = found[layer - 1], token_names(model.enc, tokens) if len(tokens) <= 32 else None
         for depth, A in enumerate(found):
@@ -1169,11 +1249,12 @@ def maps(p, args):
             rows.append({"attn": label, "layer": depth + 1, "heads": len(A)} | {key: x.item() for key, x in numbers.items()})
 
     def draw(figure):
-        heads = max(len(A) for A, _ in shown.values())
-        figure.set_size_inches(3.2 * len(shown) + 0.8, 2.9 * (1 + heads))
-        axes = figure.subplots(1 + heads, len(shown), squeeze=False)
-        largest = torch.cat([A[A != 0].abs() for A, _ in shown.values()]).quantile(0.99).item()
-        for column, (label, (A, names)) in zip(axes.T, shown.items()):
+        of = {label: one for label, one in shown.items() if line(models, label)["label"]}  # the first of each arm's seeds
+        heads = max(len(A) for A, _ in of.values())
+        figure.set_size_inches(3.2 * len(of) + 0.8, 2.9 * (1 + heads))
+        axes = figure.subplots(1 + heads, len(of), squeeze=False)
+        largest = torch.cat([A[A != 0].abs() for A, _ in of.values()]).quantile(0.99).item()
+        for column, (label, (A, names)) in zip(axes.T, of.items()):
             for ax in column[1 + len(A) :]:
                 ax.axis("off")
             for i, (ax, B) in enumerate(zip(column, [A.mean(0), *A])):
@@ -1182,15 +1263,14 @@ def maps(p, args):
         figure.colorbar(image, ax=axes, shrink=0.4, extend="both", label="weight (1 % are beyond the ends)")
         axes[0, 0].set(xlabel="attended token", ylabel="token")
 
-    publish(args.out, "maps", about(args, models, text=repr(args.text)),
-            {"Attention maps (shares are of absolute values)": rows}, draw,
-            maps={label: A.tolist() for label, (A, _) in shown.items()})  # fmt: skip
+    show(args, models, {"Attention maps (shares are of absolute values)": rows}, draw,
+         dict(maps={label: A.tolist() for label, (A, _) in shown.items()}), text=repr(args.text))  # fmt: skip
 
 
 # recall: the task, the models and the grid, all of it fixed before any arm but softmax was looked at
 KEYS, VALUES, FILLERS = 16, 16, 32  # token numbers: the keys, then the values, then the fillers
 RECALL_T = 64  # tokens of a text in training, at most
-RECALL_STEPS, RECALL_DENSE = 1000, 300  # without fillers at first; then up to more and more of them until half-way
+RECALL_STEPS, RECALL_DENSE = 1000, 300  # without fillers at first (0.3 of fewer steps); more and more until half-way
 RECALL_MODEL = dict(n_layer=2, n_head=4, n_embd=64, block_size=RECALL_T, vocab_size=KEYS + VALUES + FILLERS)
 RECALL_GAIN = 4.0  # the matrices start so much larger: 0.02 is made for 768 channels, and 1 / sqrt(64) is 0.125
 RECALL_BATCH, RECALL_LR, RECALL_WARMUP = 64, 1e-3, 50
@@ -1257,12 +1337,12 @@ def recall_run(attn, seed, steps, device, tick):
             w.mul_(RECALL_GAIN if w.ndim == 2 else 1)
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RECALL_LR, betas=(0.9, 0.95), weight_decay=0.1)
-    generator, curve = torch.Generator().manual_seed(seed), []
+    generator, curve, dense = torch.Generator().manual_seed(seed), [], min(RECALL_DENSE, 0.3 * steps)
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = RECALL_LR * min(1, (step + 1) / RECALL_WARMUP, 2 - 2 * step / steps)
         N = NEEDLES[int(torch.randint(len(NEEDLES), (), generator=generator))]
-        fillers = (RECALL_T - 4 * N) * min(1, max(0, (step - RECALL_DENSE) / (steps / 2 - RECALL_DENSE)))
+        fillers = (RECALL_T - 4 * N) * min(1, max(0, (step - dense) / (steps / 2 - dense)))
         T = 4 * N + int(torch.randint(int(fillers) + 1, (), generator=generator))
         text, _ = recall_texts(generator, RECALL_BATCH, T, N, N)
         targets = torch.full_like(text[:, 1:], -100)  # cross_entropy passes over these
@@ -1327,7 +1407,7 @@ def recall_runs(jobs, steps, procs):
 
 
 def recall(p, args):
-    """trains tiny models of every arm on recall among noise and scores them (Tables 2 and 3, Figures 1, 5 and 7)
+    """trains tiny models of every arm on recall among noise (Tables 2 and 3, Figures 1, 5 and 7)
 
     A text holds N needles, a key and its value each, among fillers; at its end stand R of the keys, and after each of
     them its value must come. What is measured, on a grid that is fixed and shown whole: accuracy by N and R; by the depth
@@ -1398,7 +1478,7 @@ def recall(p, args):
     model = f"{RECALL_MODEL['n_layer']} layers, {RECALL_MODEL['n_head']} heads, {RECALL_MODEL['n_embd']} channels"
     how = dict(model=f"{model}, {sizes[0]:,} to {sizes[-1]:,} parameters", keys=KEYS, values=VALUES, fillers=FILLERS,
                training=f"{args.steps:,} steps of {RECALL_BATCH} texts of up to {RECALL_T} tokens, rate {RECALL_LR:g}",
-               seeds=args.seeds, texts=RECALL_TEXTS, processes=args.procs,
+               seeds=args.seeds, texts=RECALL_TEXTS, processes=min(args.procs, len(runs)),
                minutes=f"{(time.time() - began) / 60:.1f}")  # fmt: skip
     tables = {
         f"Accuracy by needles N and queries R, T = {RECALL_T} (guessing among the values: {1 / VALUES:.3f}); learnt: the "
@@ -1411,7 +1491,8 @@ def recall(p, args):
 
 
 def main(argv=None):
-    p = Parser(prog="bench.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    wide = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=20)
+    p = Parser(prog="bench.py", description=__doc__, formatter_class=wide)
     verbs = p.add_subparsers(dest="verb", required=True, metavar="verb")
 
     def verb(function):
@@ -1444,8 +1525,8 @@ def main(argv=None):
         if q.get_default("function") is speed:
             q.add_argument("--kernel", type=several(one_of(("auto", *KERNELS))), default=["auto"], help="a comma list of "
                            f"{', '.join(KERNELS)} and auto for the softmax family; linear arms have none (auto)")  # fmt: skip
-            q.add_argument("--batch_size", type=count, help="sequences of a training step (the preset's)")
-            q.add_argument("--train_T", type=count, help="their length (the preset's block_size)")
+            q.add_argument("--train_T", type=several(count), help="those of the training step (256, 1024 and 4096, if in --T)")
+            q.add_argument("--batch_size", type=count, help="sequences of the preset's block_size in a call (the preset's)")
             q.add_argument("--nanogpt", type=Path, help="karpathy/nanoGPT's model.py, to time its training step beside ours")
             q.add_argument("--profile", action="store_true", help="only torch.profiler's table of one step of each arm")
         else:
@@ -1480,7 +1561,7 @@ def main(argv=None):
     measure(residual)
     q = measure(quant)
     q.add_argument("--per", choices=("layer", "head"), default="layer", help="what shares one absmax (layer)")
-    stories(q, None, "rows of HellaSwag for gpt2 checkpoints, 0 for none (all on cuda, 100 on a CPU)")
+    stories(q, None, "rows of HellaSwag for gpt2 checkpoints, 0 for none (1,000 on cuda, 100 on a CPU)")
     stories(measure(hellaswag, tokens=False), 10_042, "rows, from the first (all 10,042)")
     q = measure(maps, tokens=False)
     q.add_argument("--text", default="The cat sat on the mat.", help="what the maps are of (%(default)s)")
@@ -1491,7 +1572,15 @@ def main(argv=None):
         return ablations(args.parser, args, others)
     if others:
         args.parser.error(f"unrecognized arguments: {' '.join(others)}")
-    args.function(args.parser, args)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)  # not after hours of measuring
+        args.function(args.parser, args)
+    except FileExistsError:
+        args.parser.fail(f"--out={args.out} is a file: name a folder")
+    except (RuntimeError, MemoryError) as e:
+        if reason(e) != "out of memory":
+            raise
+        args.parser.fail("out of memory: ask for less, a smaller --tokens, --length, --T, --n_embd or --num_samples")
 
 
 if __name__ == "__main__":

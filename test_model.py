@@ -1722,7 +1722,7 @@ def checkpoint(model, val, run=None):
     """c.pt of a model of bytes in the working directory, with a data set x.txt whose last tenth is val."""
     Path("x.txt").write_text("z" * (9 * len(val) - 1) + val)
     what = prepare_fineweb.load_data(Path("x.txt"))[3]
-    model.save("c.pt", tokenizer="bytes", step=1, run=what)
+    model.save("c.pt", tokenizer="bytes", step=1, run=what | (run or {}))
 
 
 def measured(verb, *flags):
@@ -1769,6 +1769,29 @@ def test_slices(tmp_path, monkeypatch):
     assert row["all"] == pytest.approx((2 * f + 27 * other) / 29, abs=1e-4)
 
 
+def test_runs_that_differ_in_the_seed_alone_are_put_together(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, by, run in (("softmax", 3.0, dict(seed=1)), ("diff", 3.0, dict(seed=1)), ("softmax", 1.0, dict(seed=2)),
+                          ("softmax", 1.0, dict(seed=2, steps=9))):  # fmt: skip
+        model = unigram(tiny(name, vocab_size=257, block_size=16), b"f", by)
+        checkpoint(model, "a" * 33 + "f" * 17, run)
+        Path("c.pt").rename(f"{name}-seed{len(list(Path().glob('*.pt')))}.pt")
+    files = ["softmax-seed1.pt", "diff-seed2.pt", "softmax-seed3.pt"]
+    means, each = measured("slices", "--ckpt", *files)["tables"].values()
+    assert [row["attn"] for row in each] == ["softmax, seed 1", "diff", "softmax, seed 2"]
+    assert [row["attn"] for row in means] == ["softmax", "diff"]
+    a, b = each[0]["all"], each[2]["all"]
+    assert a != b and means[0]["all"] == pytest.approx([(a + b) / 2, abs(a - b) / 2**0.5])
+    assert means[1]["all"] == [pytest.approx(each[1]["all"]), None]
+    means, *_ = measured("position", "--length=48", "--ckpt", *files)["tables"].values()
+    assert set(means[0]) == {"position", "softmax", "softmax, window", "diff", "diff, window"}
+    others = measured("slices", "--ckpt", *files, "softmax-seed4.pt")["tables"].values()
+    assert [row["attn"] for row in list(others)[0]] == ["softmax", "diff", "softmax steps9"]
+    Path("early.pt").write_bytes(Path(files[0]).read_bytes())
+    (each,) = measured("slices", "--ckpt", "early.pt", *files[:2])["tables"].values()
+    assert [row["attn"] for row in each] == ["early.pt", files[0], "diff"]
+
+
 @pytest.mark.parametrize("block", [7, 8])
 def test_the_window_is_the_samplers(block, monkeypatch):
     """The losses of a text that generate is made to say, from the logits that it chose by."""
@@ -1794,6 +1817,8 @@ def test_position(tmp_path, monkeypatch):
         assert curve == pytest.approx([other] * 32 + [f] * 16, abs=1e-4)
     last = first_table(found)[-1]
     assert last["position"] == 48 and last["diff"] == pytest.approx((2 * other + f) / 3, abs=1e-4)
+    short = first_table(measured("position", "--length=9"))  # less than the block
+    assert short[-1]["position"] == 9 and short[-1]["diff"] == pytest.approx((32 * other + 13 * f) / 45, abs=1e-4)
 
 
 def test_outliers_that_were_planted(tmp_path, monkeypatch):
@@ -1884,6 +1909,12 @@ def test_hellaswag_from_a_folder(tmp_path, monkeypatch):
     assert first_table(found)[0]["accuracy, normalised"] == 1 and first_table(found)[0]["rows"] == 2
 
 
+def test_a_bad_row_of_a_stream_is_not_hidden():
+    found = bench.Extremes()
+    found.add(torch.tensor([1.0, math.nan, 2.0]))
+    assert math.isnan(found.row()["top-1"]) and math.isnan(found.row()["median"])
+
+
 def test_maps(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = tiny("diff", vocab_size=257)
@@ -1951,6 +1982,22 @@ def test_recall(tmp_path, monkeypatch):
     assert len(accuracy) == 4 and len(depths) == 20 and len(shares) == 8 and len(orders) == 4
     assert set(accuracy[0]) == {"attn", "seed", "learnt"} | {f"N={N} R={R}" for N, R in bench.GRID}
     assert (tmp_path / "recall.png").exists()
+
+
+@pytest.mark.parametrize("steps", [20, 600, 2000])
+def test_recall_begins_without_fillers_and_ends_with_them(steps, monkeypatch):
+    class Enough(Exception):
+        pass
+
+    lengths, texts = [], bench.recall_texts
+    monkeypatch.setattr(bench, "recall_texts", lambda g, B, T, N, R: lengths.append((T - 4 * N) / (64 - 4 * N)) or texts(g, B, T, N, R))
+    monkeypatch.setattr(bench, "RECALL_BATCH", 1)
+    monkeypatch.setattr(bench, "recall_accuracy", lambda *args, **kwargs: (_ for _ in ()).throw(Enough))  # all that follows
+    with pytest.raises(Enough):
+        bench.recall_run("linear", 0, steps, torch.device("cpu"), lambda: None)
+    dense = int(min(300, 0.3 * steps))
+    assert max(lengths[:dense]) == 0 and max(lengths[steps // 2 :]) > 0.8 and len(lengths) == steps
+    assert max(lengths[: (dense + steps // 2) // 2]) <= 0.5
 
 
 def test_residual_norms_by_hand(tmp_path, monkeypatch, capsys):
@@ -2034,6 +2081,10 @@ def test_residual_norms_by_hand(tmp_path, monkeypatch, capsys):
         (bench, ["speed", "--device=tpu9"], "tpu9"),
         (bench, ["decode", "--num_samples=1,x"], "--num_samples"),
         (bench, ["decode", "--kernel=sdpa"], "--kernel"),
+        (bench, ["decode", "--T=1", "--recompute=none"], "--T=1"),
+        (bench, ["speed", "--nanogpt=short.txt"], "not nanoGPT's model.py"),
+        (bench, ["speed", "--out=short.txt"], "short.txt"),
+        (bench, ["speed", "--n_embd=1e9", "--device=cpu"], "out of memory"),
         (bench, ["recal"], "recal"),
         (bench, ["recall", "--seeds=0"], "--seeds"),
         (bench, ["recall", "--device=tpu9"], "tpu9"),
@@ -2046,6 +2097,8 @@ def test_residual_norms_by_hand(tmp_path, monkeypatch, capsys):
         (bench, ["quant", "--ckpt=changed.pt"], "other data"),
         (bench, ["quant", "--ckpt=homeless.pt", "--data=short.txt"], "not one sequence"),
         (bench, ["slices", "--ckpt=homeless.pt", "--data=foreign"], "not a token shard"),
+        (bench, ["slices", "--ckpt=homeless.pt", "--data=../long.txt", "--count=4"], "--count"),
+        (bench, ["slices", "--ckpt=runless.pt"], "train.py did not write"),
         (bench, ["slices", "--ckpt=homeless.pt", "--data=beyond"], "that the model knows"),
         (bench, ["slices", "--ckpt=gpt2.pt", "--data=short.txt"], "is in bytes"),
         (bench, ["position", "--ckpt=homeless.pt", "--data=../long.txt", "--length=1e6"], "--length"),
@@ -2062,7 +2115,8 @@ def test_bad_input_ends_in_one_line(program, flags, says, tmp_path, monkeypatch,
         (tmp_path.parent / "long.txt").write_text("text " * 200)
         runs = dict(nameless={}, homeless=dict(tokenizer="bytes"), gpt2=dict(tokenizer="gpt2"),
                     moved=dict(tokenizer="bytes", run=dict(data="gone.txt")),
-                    changed=dict(tokenizer="bytes", run=dict(data="short.txt", data_sha256="0")))  # fmt: skip
+                    changed=dict(tokenizer="bytes", run=dict(data="short.txt", data_sha256="0")),
+                    runless=dict(tokenizer="bytes", run=7))  # fmt: skip
         for name, extra in runs.items():
             tiny("softmax", vocab_size=257, n_layer=1).save(f"{name}.pt", **extra)
         monkeypatch.setattr(bench, "get_tokenizer", lambda name: get_tokenizer("bytes"))  # gpt2's may not be here
