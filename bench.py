@@ -16,14 +16,17 @@ import datetime
 import gc
 import importlib.util
 import inspect
+import io
 import json
 import logging
 import math
 import multiprocessing
 import os
 import shlex
+import signal
 import statistics
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -82,21 +85,26 @@ def publish(out, name, about, tables, draw=None, **raw):
     parts = ["; ".join(f"{key}: {value}" for key, value in about.items())]
     parts += [f"{caption}\n\n{markdown(rows)}" for caption, rows in tables.items()]
     text = "\n\n".join(parts).encode("utf-8", "backslashreplace").decode() + "\n"
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.md").write_text(text, encoding="utf-8")
-    (out / f"{name}.json").write_text(json.dumps(dict(about=about, tables=tables, **raw), indent=1) + "\n")
-    written = f"{out / name}.md, .json"
+    print(f"\n{text}")  # first, so that a full disk can't take it
+    made, note = {"md": text.encode(), "json": (json.dumps(dict(about=about, tables=tables, **raw), indent=1) + "\n").encode()}, ""
     if draw is not None:
         try:
             from matplotlib.figure import Figure
         except ImportError:
-            written += " (for the figure: pip install matplotlib)"
+            note = " (for the figure: pip install matplotlib)"
         else:
-            figure = Figure(figsize=(8, 4), layout="constrained")
+            figure, png = Figure(figsize=(8, 4), layout="constrained"), io.BytesIO()
             draw(figure)
-            figure.savefig(out / f"{name}.png", dpi=150)
-            written += ", .png"
-    print(f"\n{text}\n-> {written}")
+            figure.savefig(png, dpi=150)
+            made["png"] = png.getvalue()
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out) as whole:  # all or none: what an earlier run wrote stays as it is
+        for suffix, content in made.items():
+            (Path(whole) / f"{name}.{suffix}").write_bytes(content)
+        (out / f"{name}.png").unlink(missing_ok=True)  # no old figure beside new numbers
+        for suffix in made:
+            os.replace(Path(whole) / f"{name}.{suffix}", out / f"{name}.{suffix}")
+    print(f"-> {out / name}" + ", ".join(f".{suffix}" for suffix in made) + note)
 
 
 def summary(values):
@@ -438,6 +446,8 @@ def attention_alone(args, size, attn, kernel, B, T):
 def nanogpt(path, size, T):
     """The model of karpathy/nanoGPT's model.py at path, of our softmax model's size, embedding rows included."""
     spec = importlib.util.spec_from_file_location("nanogpt_model", path)
+    if spec is None:
+        raise ValueError("no Python file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     size = {k: size[k] for k in ("n_layer", "n_head", "n_embd")} | dict(vocab_size=-(-size["vocab_size"] // 64) * 64)
@@ -465,22 +475,21 @@ def training_step(args, size, attn, kernel, B, T):
     return {"fwd+bwd": step, "fwd": forward}
 
 
-def crossing(Ts, a, b):
-    """The T at which b's time per token falls below a's, between two measured ones along straight lines in log-log, or
-    None."""
-    gap = np.log(a) - np.log(b)
+def crossing(Ts, ratios):
+    """The T from which linear is faster, its ratio to softmax above 1: between two measured ones, along a straight line in
+    log-log, or None."""
     for i in range(len(Ts) - 1):
-        if gap[i] <= 0 < gap[i + 1]:
-            return float(np.exp(np.interp(0, gap[i : i + 2], np.log(Ts[i : i + 2]))))
+        if ratios[i] <= 1 < ratios[i + 1]:
+            return float(np.exp(np.interp(0, np.log(ratios[i : i + 2]), np.log(Ts[i : i + 2]))))
 
 
 def speed(p, args):
     """tokens per second of attention alone and of the training step (Table 7)
 
     Forward, and forward with backward: of A V from projected q, k and v at every --T, and of the whole training step,
-    one step of the optimizer included, at every --train_T. Median of --repeats interleaved rounds ± half the distance between the
-    quartiles, in brackets the relative difference to softmax of the same rounds. A call takes as many tokens as
-    --batch_size of the preset's sequences have, one sequence at least."""
+    one step of the optimizer included, at every --train_T. Median of --repeats interleaved rounds ± half the distance
+    between the quartiles, in brackets the relative difference to softmax of the same rounds. A call takes as many tokens
+    as --batch_size of the preset's sequences have, one sequence at least."""
     size, preset = machine(p, args)
     if args.nanogpt:
         try:
@@ -543,10 +552,10 @@ def speed(p, args):
                 if kind is training_step and peak_flops:
                     row["MFU"] = model.flops_per_token(length) * b * length / statistics.median(one["fwd+bwd"]) / peak_flops
     crossings = {}
-    for caption, found in lines.items():
-        softmax, linear = (next((line for (a, _), line in found.items() if a == attn), {}) for attn in ("softmax", "linear"))
-        both = sorted(softmax.keys() & linear.keys())
-        crossings[caption] = crossing(both, [softmax[t] for t in both], [linear[t] for t in both])
+    for caption in lines:
+        ratio = {t["T"]: t["ratio"] for t in timings
+                 if (t["of"], t["arm"], t["what"]) == (caption, "linear", "fwd+bwd") and t["ratio"]}  # fmt: skip
+        crossings[caption] = crossing(sorted(ratio), [ratio[T] for T in sorted(ratio)])
 
     def draw(figure):
         from matplotlib.ticker import LogLocator
@@ -955,6 +964,8 @@ def position(p, args):
     half whenever it is full."""
     models = open_models(p, args)
     _, val, data, T = open_data(p, args, models)
+    if len({model.config.block_size for model in models.values()}) > 1:
+        p.fail("checkpoints trained on blocks of different lengths: compare them one by one")
     L = args.length or 4 * T
     if not val.sequences(L):
         p.fail(f"the val split of {data} has {val.tokens:,} tokens, fewer than --length={L} and one: choose a smaller one")
@@ -1046,8 +1057,8 @@ def outliers(p, args):
                     style = line(models, label) | dict(marker=None, linewidth=1 + name.endswith("1"))
                     style["label"] = style["label"] and style["label"] + name.removeprefix(kind)
                     ax.plot(range(1, len(extremes.top) + 1), extremes.top, **style)
-                    ax.plot([1, 100], [extremes.row()["median"]] * 2, **style | dict(alpha=0.3 * style["alpha"], label=None))
-            ax.set(xscale="log", yscale="log", xlabel="rank; pale: the median", ylabel=f"absolute value: {kind}")
+                    ax.plot([1, 100], [extremes.row()["median"]] * 2, **style | dict(linestyle=":", label=None))
+            ax.set(xscale="log", yscale="log", xlabel="rank; dotted: the median", ylabel=f"absolute value: {kind}")
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
 
     show(args, models, {"The largest absolute values and the median": rows}, draw, data=data, tokens=f"{n * T:,}", context=T)
@@ -1153,7 +1164,7 @@ def open_hellaswag(parser, source, limit):
         return found
     except Exception as e:  # no network, no folder, other columns: of many classes
         parser.fail(f"can't read HellaSwag from {source} ({' '.join(str(e).split())[:150]}): a folder will do, --source=…"
-                    + " (or --limit=0: quant without it)" * parser.prog.endswith("quant"))
+                    + " (pip install datasets)" * isinstance(e, ImportError) + " (or --limit=0: quant without it)" * parser.prog.endswith("quant"))
 
 
 @torch.no_grad()
@@ -1201,7 +1212,7 @@ def hellaswag(p, args):
             ax.errorbar(i, row["accuracy, normalised"], row["standard error"], capsize=4, **line(models, row["attn"]))
         ax.axhline(0.25, color="grey", linewidth=0.8)
         ax.text(-0.48, 0.25, "guessing", va="bottom", color="grey")
-        ax.set_xticks(range(len(rows)), [row["attn"] for row in rows], rotation=45 if len(rows) > 4 else 0, ha="right" if len(rows) > 4 else "center")
+        ax.set_xticks(range(len(rows)), [row["attn"] for row in rows], rotation=20, ha="right")
         ax.set(ylabel="HellaSwag, normalised accuracy ± 1 standard error", xlim=(-0.5, len(rows) - 0.5))
 
     show(args, models, {"HellaSwag, zero-shot": rows}, draw, source=args.source, context=block, normalised="per token")
@@ -1500,7 +1511,8 @@ def main(argv=None):
         doc = inspect.cleandoc(function.__doc__)
         q = verbs.add_parser(function.__name__, help=doc.splitlines()[0], description=doc,
                              formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-        q.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of what is written (out/bench)")
+        q.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of what is written, in the place of an earlier "
+                       "run of the verb (out/bench)")
         q.set_defaults(function=function, parser=q)
         return q
 
@@ -1573,7 +1585,9 @@ def main(argv=None):
     if others:
         args.parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
-        args.out.mkdir(parents=True, exist_ok=True)  # not after hours of measuring
+        args.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=args.out):  # it can be written to: not found out after hours of measuring
+            pass
         args.function(args.parser, args)
     except FileExistsError:
         args.parser.fail(f"--out={args.out} is a file: name a folder")
@@ -1584,9 +1598,12 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench.py: stopped"))  # and its processes with it
     try:
         main()
     except KeyboardInterrupt:
         sys.exit("\nbench.py: interrupted")
-    except OSError as e:
-        sys.exit(f"bench.py: stopped: {e}")
+    except OSError as e:  # the reader, `| head` say, has had enough; or a full disk
+        if isinstance(e, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1 if isinstance(e, BrokenPipeError) else f"bench.py: stopped: {e}")

@@ -104,6 +104,10 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit("\nsample.py: interrupted")
+    except (RuntimeError, MemoryError) as e:
+        if not isinstance(e, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in str(e):
+            raise
+        sys.exit("sample.py: out of memory: ask for fewer --num_samples")
     except OSError as e:  # the reader, `| head` say, has had enough; or a full disk
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1 if isinstance(e, BrokenPipeError) else f"sample.py: {e}")

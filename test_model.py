@@ -1643,9 +1643,31 @@ def test_bench_sets_the_sampler_beside_recomputing(monkeypatch):
 
 
 def test_bench_crossing():
-    assert bench.crossing([256, 1024], [1.0, 4.0], [2.0, 2.0]) == pytest.approx(512)
-    assert bench.crossing([256, 1024], [1.0, 4.0], [0.5, 0.5]) is None
-    assert bench.crossing([256], [1.0], [2.0]) is None
+    assert bench.crossing([256, 1024], [0.5, 2.0]) == pytest.approx(512)
+    assert bench.crossing([256, 1024], [1.5, 2.0]) is None and bench.crossing([256, 1024], [0.5, 0.9]) is None
+    assert bench.crossing([256], [2.0]) is None
+
+
+def test_a_result_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypatch, capsys):
+    bench.publish(tmp_path, "x", dict(run=1), {"a table": [dict(a=1.5)]}, lambda figure: figure.subplots().plot([1, 2]))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert set(before) == {"x.md", "x.json", "x.png"}
+    real = Path.write_bytes
+
+    def full(path, content):
+        if ".png" in path.name:
+            raise OSError(28, "No space left on device")
+        return real(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError):
+        bench.publish(tmp_path, "x", dict(run=2), {"a table": [dict(a=2.5)]}, lambda figure: figure.subplots().plot([2, 1]))
+    assert "| 2.5 |" in capsys.readouterr().out
+    assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    monkeypatch.setattr(Path, "write_bytes", real)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it were not installed
+    bench.publish(tmp_path, "x", dict(run=3), {"a table": [dict(a=3.5)]}, lambda figure: figure.subplots().plot([2, 1]))
+    assert not (tmp_path / "x.png").exists() and "pip install matplotlib" in capsys.readouterr().out
 
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
