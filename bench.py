@@ -595,9 +595,9 @@ def profile(args, size, names, B, T):
         print(f"\n{attn}, {kernel}, {B} x {T} tokens\n{record.key_averages().table(sort_by=order, row_limit=10)}")
 
 
-def compiled_step(args, model):
+def compiled_step(compiled, model):
     """What generate's step is with --compile, else None: what sample.py does."""
-    return torch.compile(model, mode="reduce-overhead", fullgraph=True, dynamic=False) if args.compile else None
+    return torch.compile(model, mode="reduce-overhead", fullgraph=True, dynamic=False) if compiled else None
 
 
 def decoding(args, model, B, T, sizes):
@@ -610,7 +610,7 @@ def decoding(args, model, B, T, sizes):
         x, t = torch.zeros(B, 1, dtype=torch.int64, device=args.device), start
         model(x, state=state)
     sizes.append(sum(s.nbytes for layer in state for name, s in layer.items() if name != "T"))
-    step_of = compiled_step(args, model)
+    step_of = compiled_step(args.compile, model)
     run = model if step_of is None else step_of
     if args.compile:
         for s in (s for layer in state for s in layer.values()):
@@ -628,7 +628,7 @@ def decoding(args, model, B, T, sizes):
     return {"step": step}
 
 
-def recomputing(args, preset):
+def recomputing(args, preset, compiled):
     """A row: the sampler, and generation that runs its whole context through the model for every token, as nanoGPT's does.
     Softmax, one sequence, greedy: 500 tokens of a toy model, prefill included, or sixteen after the first 1,000 of
     GPT-2 small. The two take turns, so that a slow minute slows both: the sampler makes some tokens on end, then the
@@ -640,7 +640,7 @@ def recomputing(args, preset):
     model, threads = built(args, "softmax", "auto", block_size=block_size, vocab_size=vocab_size, **size), torch.get_num_threads()
     few_threads(model, args.device)
     model.weights_to_sample(getattr(torch, args.dtype))  # as sample.py does
-    step, idx = compiled_step(args, model), torch.zeros(1, block_size, dtype=torch.int64, device=args.device)
+    step, idx = compiled_step(compiled, model), torch.zeros(1, block_size, dtype=torch.int64, device=args.device)
     fast, slow = [], []
     with torch.inference_mode(), args.autocast:
         list(model.generate(idx[:, :first], 4, temperature=0, step=step))  # warms up, and compiles
@@ -656,7 +656,7 @@ def recomputing(args, preset):
     timed, took = f"at {len(slow)} of {len(fast)} lengths", torch.get_num_threads()
     torch.set_num_threads(threads)
     fast, slow = statistics.mean(fast), statistics.mean(slow)
-    return {"model": preset, "threads": took, "context": f"{first} to {last}", "sampler tokens/s": 1 / fast,
+    return {"model": preset, "step": "compiled" if compiled else "eager", "threads": took, "context": f"{first} to {last}", "sampler tokens/s": 1 / fast,
             "recomputing tokens/s": 1 / slow, "ratio": slow / fast, "recomputation timed": timed}  # fmt: skip
 
 
@@ -665,11 +665,18 @@ def decode(p, args):
 
     A step is greedy and takes --num_samples sequences at once, over the last 64 tokens before T. With --compile the
     softmax arms attend to all of their cache whatever is in it. A second table sets the sampler beside generation that
-    recomputes its context for every token."""
+    recomputes its context for every token; there the toy's step is compiled too, whatever --compile says."""
     size, _ = machine(p, args)
     cuda = args.device.type == "cuda"
     tables = {}
-    if again := [recomputing(args, preset) for preset in args.recompute if preset != "none"]:
+    again = []
+    for preset in (preset for preset in args.recompute if preset != "none"):
+        for compiled in sorted({args.compile, args.compile or preset == "toy"}):
+            try:
+                again.append(recomputing(args, preset, compiled))
+            except Exception as e:  # no C++ compiler, or no room
+                again.append({"model": preset, "step": "compiled" if compiled else "eager", "threads": reason(e)})
+    if again:
         tables["against recomputing the context for every token"] = again
     few_threads(GPT(GPTConfig(**size), seed=None), args.device)
     Ts = sorted(set(args.T or ([1024, 8192] if cuda else [64, 256, 1024, 4096])))

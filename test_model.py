@@ -1623,7 +1623,7 @@ def test_bench_profile(capsys):
 def test_bench_decode(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "ENOUGH", 0)
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(bench, "recomputing", lambda args, preset: {"model": preset, "ratio": 1.0})
+    monkeypatch.setattr(bench, "recomputing", lambda args, preset, compiled: {"model": preset, "compiled": compiled, "ratio": 1.0})
     bench.main(["decode", *MINI, "--T=16,32", "--num_samples=1,3", "--recompute=toy", f"--out={tmp_path}"])
     assert sorted(os.listdir(tmp_path)) == ["decode.json", "decode.md", "decode.png"]
     made = json.loads((tmp_path / "decode.json").read_text())
@@ -1631,13 +1631,14 @@ def test_bench_decode(tmp_path, monkeypatch):
     for row in made["measured"]:
         linear = {"linear": C * d + C, "diff_linear": 2 * C * d + C}  # S, twice as many features each; and Z
         assert row["state_bytes"] == 4 * linear.get(row["arm"], 2 * row["context"] * C) and row["tokens_per_s"] > 0
-    assert len(made["measured"]) == 2 * 2 * 4 and len(made["tables"]) == 2
+    assert len(made["measured"]) == 2 * 2 * 4
+    assert [row["compiled"] for row in made["tables"]["against recomputing the context for every token"]] == [False, True]
 
 
 def test_bench_sets_the_sampler_beside_recomputing(monkeypatch):
     monkeypatch.setitem(train.PRESETS, "toy", dict(n_layer=1, n_head=2, n_embd=16))
     args = Namespace(device=torch.device("cpu"), dtype="float32", compile=False, autocast=nullcontext())
-    row = bench.recomputing(args, "toy")
+    row = bench.recomputing(args, "toy", False)
     assert row["recomputation timed"] == "at 50 of 500 lengths" and row["context"] == "1 to 500"
     assert row["ratio"] == pytest.approx(row["sampler tokens/s"] / row["recomputing tokens/s"])
 
