@@ -39,7 +39,7 @@ import torch.nn.functional as F
 import train
 from model import ATTENTION, GPT, KERNELS, GPTConfig, SoftmaxAttention, next_token, pick_kernel
 from prepare_fineweb import (Parser, Shards, count, device_name, few_threads, get_tokenizer, load_data, one_of,
-                             pick_device, several, whole)  # fmt: skip
+                             out_of_memory, pick_device, several, whole)  # fmt: skip
 
 # Okabe and Ito's colours, told apart by every kind of eye; dashed: a difference of two maps
 STYLE = {
@@ -347,9 +347,7 @@ def clock(f, device, n=1):
 
 def reason(e):
     """What a table says in the place of a number."""
-    if isinstance(e, (MemoryError, torch.OutOfMemoryError)) or any(
-        said in str(e) for said in ("can't allocate memory", "Storage size calculation overflowed")
-    ):
+    if out_of_memory(e):
         return "out of memory"
     return (str(e).splitlines() or [type(e).__name__])[0]
 
@@ -1599,7 +1597,7 @@ def main(argv=None):
     except FileExistsError:
         args.parser.fail(f"--out={args.out} is a file: name a folder")
     except (RuntimeError, MemoryError) as e:
-        if reason(e) != "out of memory":
+        if not out_of_memory(e):
             raise
         args.parser.fail("out of memory: ask for less, a smaller --tokens, --length, --T, --n_embd or --num_samples")
 

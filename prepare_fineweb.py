@@ -147,6 +147,14 @@ def few_threads(model, device):
         torch.set_num_threads(1)
 
 
+def out_of_memory(e):
+    """Whether an exception says that there is no room, on a card or in the machine."""
+    import torch
+
+    signs = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "Storage size calculation overflowed")
+    return isinstance(e, (MemoryError, torch.OutOfMemoryError)) or any(sign in str(e) for sign in signs)
+
+
 def device_name(device):
     """What a figure is quoted with: the card's name, or the processor's and the number of threads."""
     import torch

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from model import GPT, KERNELS, pick_kernel
-from prepare_fineweb import EOT, Parser, count, few_threads, get_tokenizer, number, pick_device, whole
+from prepare_fineweb import EOT, Parser, count, few_threads, get_tokenizer, number, out_of_memory, pick_device, whole
 
 
 def parse(argv):
@@ -105,7 +105,7 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit("\nsample.py: interrupted")
     except (RuntimeError, MemoryError) as e:
-        if not isinstance(e, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in str(e):
+        if not out_of_memory(e):
             raise
         sys.exit("sample.py: out of memory: ask for fewer --num_samples")
     except OSError as e:  # the reader, `| head` say, has had enough; or a full disk

@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from model import ATTENTION, GPT, KERNELS, GPTConfig, pick_kernel, wide
 from prepare_fineweb import (SHARDS, Parser, count, device_name, get_tokenizer, load_data, lock, number, one_line,
-                             one_of, pick_device, several, whole)  # fmt: skip
+                             one_of, out_of_memory, pick_device, several, whole)  # fmt: skip
 
 PRESETS = {
     "toy": dict(n_layer=4, n_head=4, n_embd=128, block_size=256, batch_size=8, steps=500, lr=2e-3, warmup=50,
@@ -530,8 +530,7 @@ def main(argv=None):
     try:
         finished = train_all(p, runs, stopping)
     except (RuntimeError, MemoryError) as e:
-        signs = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
-        if not isinstance(e, (torch.OutOfMemoryError, MemoryError)) and not any(sign in str(e) for sign in signs):
+        if not out_of_memory(e):
             raise
         fits = first.total_batch // (first.block_size * first.world)
         smaller = next((b for b in range(first.batch_size // 2, 0, -1) if fits % b == 0), None)
