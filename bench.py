@@ -612,7 +612,7 @@ def decoding(args, model, B, T, sizes):
     run = model if step_of is None else step_of
     if args.compile:
         for s in (s for layer in state for s in layer.values()):
-            torch._dynamo.mark_static_address(s)
+            torch._dynamo.mark_static_address(s, guard=False)
 
     def step():
         nonlocal x, t
@@ -635,7 +635,7 @@ def recomputing(args, preset, compiled):
     block_size, vocab_size, first, last = (512, 257, 1, 500) if toy else (1024, 50257, 1000, 1015)
     turn, gap = (50, 10) if toy else (8, 4)
     size = {name: train.PRESETS[preset][name] for name in ("n_layer", "n_head", "n_embd")}
-    model, threads = built(args, "softmax", "auto", block_size=block_size, vocab_size=vocab_size, **size), torch.get_num_threads()
+    model = built(args, "softmax", "auto", block_size=block_size, vocab_size=vocab_size, **size)
     few_threads(model, args.device)
     model.weights_to_sample(getattr(torch, args.dtype))  # as sample.py does
     step, idx = compiled_step(compiled, model), torch.zeros(1, block_size, dtype=torch.int64, device=args.device)
@@ -651,10 +651,9 @@ def recomputing(args, preset, compiled):
                 again = lambda: next_token(model(idx[:, :t])[0][:, -1], 0, None, None, None)  # noqa: B023
                 again()  # the first call at a length is slower: plans, allocations
                 slow.append(clock(again, args.device))
-    timed, took = f"at {len(slow)} of {len(fast)} lengths", torch.get_num_threads()
-    torch.set_num_threads(threads)
+    timed = f"at {len(slow)} of {len(fast)} lengths"
     fast, slow = statistics.mean(fast), statistics.mean(slow)
-    return {"model": preset, "step": "compiled" if compiled else "eager", "threads": took, "context": f"{first} to {last}", "sampler tokens/s": 1 / fast,
+    return {"threads": torch.get_num_threads(), "context": f"{first} to {last}", "sampler tokens/s": 1 / fast,
             "recomputing tokens/s": 1 / slow, "ratio": slow / fast, "recomputation timed": timed}  # fmt: skip
 
 
@@ -666,20 +665,21 @@ def decode(p, args):
     recomputes its context for every token; there the toy's step is compiled too, whatever --compile says."""
     size, _ = machine(p, args)
     cuda = args.device.type == "cuda"
-    tables = {}
-    again = []
-    for preset in (preset for preset in args.recompute if preset != "none"):
-        for compiled in sorted({args.compile, args.compile or preset == "toy"}):
-            try:
-                again.append(recomputing(args, preset, compiled))
-            except Exception as e:  # no C++ compiler, or no room
-                again.append({"model": preset, "step": "compiled" if compiled else "eager", "threads": reason(e)})
-    if again:
-        tables["against recomputing the context for every token"] = again
-    few_threads(GPT(GPTConfig(**size), seed=None), args.device)
     Ts = sorted(set(args.T or ([1024, 8192] if cuda else [64, 256, 1024, 4096])))
     if Ts[0] < 2:
         p.fail(f"--T={Ts[0]}: a step needs a token before its own, so at least 2")
+    tables, again, threads = {}, [], torch.get_num_threads()
+    for preset in (preset for preset in args.recompute if preset != "none"):
+        for compiled in sorted({args.compile, args.compile or preset == "toy"}):
+            again.append({"model": preset, "step": "compiled" if compiled else "eager"})
+            try:
+                again[-1] |= recomputing(args, preset, compiled)
+            except Exception as e:  # no C++ compiler, or no room
+                again[-1]["sampler tokens/s"] = reason(e)
+            torch.set_num_threads(threads)
+    if again:
+        tables["against recomputing the context for every token"] = again
+    few_threads(GPT(GPTConfig(**size), seed=None), args.device)
     about = conditions(args.device, dtype=args.dtype, compiled=args.compile, repeats=args.repeats,
                        model=f"{size['n_layer']} layers, {size['n_head']} heads, {size['n_embd']} channels")  # fmt: skip
     models, rows, lines = {}, [], {}

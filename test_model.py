@@ -1623,7 +1623,16 @@ def test_bench_profile(capsys):
 def test_bench_decode(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "ENOUGH", 0)
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(bench, "recomputing", lambda args, preset, compiled: {"model": preset, "compiled": compiled, "ratio": 1.0})
+
+    def recomputing(args, preset, compiled):
+        torch.set_num_threads(1)
+        if compiled:
+            raise RuntimeError("no compiler")
+        return {"ratio": 1.0}
+
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(bench, "recomputing", recomputing)
+    monkeypatch.setattr(bench, "few_threads", lambda model, device: None)
     bench.main(["decode", *MINI, "--T=16,32", "--num_samples=1,3", "--recompute=toy", f"--out={tmp_path}"])
     assert sorted(os.listdir(tmp_path)) == ["decode.json", "decode.md", "decode.png"]
     made = json.loads((tmp_path / "decode.json").read_text())
@@ -1632,7 +1641,10 @@ def test_bench_decode(tmp_path, monkeypatch):
         linear = {"linear": C * d + C, "diff_linear": 2 * C * d + C}  # S, twice as many features each; and Z
         assert row["state_bytes"] == 4 * linear.get(row["arm"], 2 * row["context"] * C) and row["tokens_per_s"] > 0
     assert len(made["measured"]) == 2 * 2 * 4
-    assert [row["compiled"] for row in made["tables"]["against recomputing the context for every token"]] == [False, True]
+    assert made["tables"]["against recomputing the context for every token"] == [
+        {"model": "toy", "step": "eager", "ratio": 1.0}, {"model": "toy", "step": "compiled", "sampler tokens/s": "no compiler"}
+    ]  # fmt: skip
+    assert torch.get_num_threads() == threads
 
 
 def test_bench_sets_the_sampler_beside_recomputing(monkeypatch):
@@ -2104,7 +2116,7 @@ def test_residual_norms_by_hand(tmp_path, monkeypatch, capsys):
         (bench, ["speed", "--device=tpu9"], "tpu9"),
         (bench, ["decode", "--num_samples=1,x"], "--num_samples"),
         (bench, ["decode", "--kernel=sdpa"], "--kernel"),
-        (bench, ["decode", "--T=1", "--recompute=none"], "--T=1"),
+        (bench, ["decode", "--T=1"], "--T=1"),
         (bench, ["speed", "--nanogpt=short.txt"], "not nanoGPT's model.py"),
         (bench, ["speed", "--out=short.txt"], "short.txt"),
         (bench, ["speed", "--n_embd=1e9", "--device=cpu"], "out of memory"),
