@@ -428,7 +428,7 @@ def attention_alone(args, size, attn, kernel, B, T):
     shapes = [(layer.n_head, layer.d)] * 2 + [(layer.h, size["n_embd"] // layer.h)]
     q, k, v = (torch.randn(B, T, *shape, device=args.device, dtype=getattr(torch, args.dtype)).transpose(1, 2)
                .requires_grad_() for shape in shapes)  # fmt: skip
-    rope = layer.rope(q).float()  # as the model passes it
+    rope = layer.rope(q)
     fast = layer.fast if args.flash else lambda q, k, v, rope, state: layer.weights(q, k).to(v.dtype) @ v
     fast = torch.compile(fast, dynamic=False, fullgraph=True) if args.compile else fast
 
@@ -626,19 +626,19 @@ def decoding(args, model, B, T, sizes):
     return {"step": step}
 
 
-def recomputing(args, preset, compiled):
-    """A row: the sampler, and generation that runs its whole context through the model for every token, as nanoGPT's does.
-    Softmax, one sequence, greedy: 500 tokens of a toy model, prefill included, or sixteen after the first 1,000 of
-    GPT-2 small. The two take turns, so that a slow minute slows both: the sampler makes some tokens on end, then the
+def recomputing(args, preset):
+    """A row: the sampler, and generation that runs its whole context through the model, as it was trained, for every token:
+    the way nanoGPT samples. Softmax, one sequence, greedy: 500 tokens of a toy model, prefill included, or sixteen after
+    the first 1,000 of GPT-2 small. The two take turns, so that a slow minute slows both: the sampler makes some tokens on end, then the
     recomputation is timed at evenly spaced lengths among those."""
     toy = preset == "toy"
     block_size, vocab_size, first, last = (512, 257, 1, 500) if toy else (1024, 50257, 1000, 1015)
     turn, gap = (50, 10) if toy else (8, 4)
     size = {name: train.PRESETS[preset][name] for name in ("n_layer", "n_head", "n_embd")}
-    model = built(args, "softmax", "auto", block_size=block_size, vocab_size=vocab_size, **size)
+    plain, model = (built(args, "softmax", "auto", block_size=block_size, vocab_size=vocab_size, **size) for _ in "12")
     few_threads(model, args.device)
     model.weights_to_sample(getattr(torch, args.dtype))  # as sample.py does
-    step, idx = compiled_step(compiled, model), torch.zeros(1, block_size, dtype=torch.int64, device=args.device)
+    step, idx = compiled_step(args.compile, model), torch.zeros(1, block_size, dtype=torch.int64, device=args.device)
     fast, slow = [], []
     with torch.inference_mode(), args.autocast:
         list(model.generate(idx[:, :first], 4, temperature=0, step=step))  # warms up, and compiles
@@ -648,7 +648,7 @@ def recomputing(args, preset, compiled):
         for begin in range(first, last + 1, turn):
             fast += [clock(lambda: next(made), args.device) for _ in range(turn)]
             for t in range(begin, begin + turn, gap):
-                again = lambda: next_token(model(idx[:, :t])[0][:, -1], 0, None, None, None)  # noqa: B023
+                again = lambda: next_token(plain(idx[:, :t])[0][:, -1], 0, None, None, None)  # noqa: B023
                 again()  # the first call at a length is slower: plans, allocations
                 slow.append(clock(again, args.device))
     timed = f"at {len(slow)} of {len(fast)} lengths"
@@ -662,7 +662,7 @@ def decode(p, args):
 
     A step is greedy and takes --num_samples sequences at once, over the last 64 tokens before T. With --compile the
     softmax arms attend to all of their cache whatever is in it. A second table sets the sampler beside generation that
-    recomputes its context for every token; there the toy's step is compiled too, whatever --compile says."""
+    recomputes its context for every token."""
     size, _ = machine(p, args)
     cuda = args.device.type == "cuda"
     Ts = sorted(set(args.T or ([1024, 8192] if cuda else [64, 256, 1024, 4096])))
@@ -670,13 +670,12 @@ def decode(p, args):
         p.fail(f"--T={Ts[0]}: a step needs a token before its own, so at least 2")
     tables, again, threads = {}, [], torch.get_num_threads()
     for preset in (preset for preset in args.recompute if preset != "none"):
-        for compiled in sorted({args.compile, args.compile or preset == "toy"}):
-            again.append({"model": preset, "step": "compiled" if compiled else "eager"})
-            try:
-                again[-1] |= recomputing(args, preset, compiled)
-            except Exception as e:  # no C++ compiler, or no room
-                again[-1]["sampler tokens/s"] = reason(e)
-            torch.set_num_threads(threads)
+        again.append({"model": preset})
+        try:
+            again[-1] |= recomputing(args, preset)
+        except Exception as e:  # no C++ compiler, or no room
+            again[-1]["sampler tokens/s"] = reason(e)
+        torch.set_num_threads(threads)
     if again:
         tables["against recomputing the context for every token"] = again
     few_threads(GPT(GPTConfig(**size), seed=None), args.device)
@@ -704,14 +703,15 @@ def decode(p, args):
 
     def draw(figure):
         left, right = figure.subplots(1, 2)
-        for (attn, B), line in lines.items():
-            rates, sizes = zip(*line.values())
-            many = args.num_samples.index(B)
-            left.plot(line.keys(), rates, marker="osv^D"[many % 5], label=None if many else attn, **STYLE[attn])
-            left.annotate(f" {B}", (max(line), rates[-1]), fontsize="small")
-            if not many:
-                right.plot(line.keys(), sizes, marker="o", label=attn, **STYLE[attn])
-        left.set(xscale="log", yscale="log", xlabel="context", ylabel="tokens per second (at the right end: sequences)")
+        for i, B in enumerate(args.num_samples):
+            left.plot([], [], color="black", marker="osv^D"[i % 5], linestyle="", label=f"{B} at once")
+            for (attn, _), line in ((key, line) for key, line in lines.items() if key[1] == B):
+                rates, sizes = zip(*line.values())
+                left.plot(line.keys(), rates, marker="osv^D"[i % 5], **STYLE[attn])
+                if i == 0:
+                    right.plot(line.keys(), sizes, marker="o", label=attn, **STYLE[attn])
+        left.set(xscale="log", yscale="log", xlabel="context", ylabel="tokens per second")
+        left.legend(fontsize="small")
         right.set(xscale="log", yscale="log", xlabel="context", ylabel="bytes of state a sequence")
         right.legend()
 

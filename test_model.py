@@ -1566,14 +1566,23 @@ def test_steps_stay_exact_far_beyond_the_block():
     assert torch.allclose(y, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("attn", ALL)
-def test_sampling_with_weights_laid_out_for_it(attn):
-    model, idx = tiny(attn), torch.zeros(2, 5, dtype=torch.int64)
+def test_sampling_with_weights_laid_out_for_it(attn, threads):
+    model, idx = tiny(attn), torch.randint(97, (2, 5), generator=seeded(0))
     with torch.no_grad():
-        expected, weights = model(idx)[0], [p.clone() for p in model.parameters()]
+        for block in model.blocks:  # at 1 the norms' weights would not be seen
+            block.norm1.weight.mul_(torch.rand(block.norm1.weight.shape, generator=seeded(1)) + 0.5)
+        expected, weights = model(idx, idx)[0], {n: p.clone() for n, p in model.state_dict().items()}
+        torch.set_num_threads(threads)  # two share a row
         model.weights_to_sample()
-        assert all(torch.equal(p, before) for p, before in zip(model.parameters(), weights))
-        assert torch.allclose(model(idx)[0], expected, rtol=0, atol=1e-6)
+        torch.set_num_threads(1)
+        assert all(torch.equal(p, weights[n]) for n, p in model.state_dict().items())
+        assert torch.allclose(model(idx, idx)[0], expected, rtol=0, atol=1e-6)
+        state = [{} for _ in model.blocks]
+        steps = torch.cat([model(idx[:, t : t + 1], state=state)[0] for t in range(5)], 1)
+        assert torch.allclose(steps, expected, rtol=0, atol=1e-6)
+        expected = expected[:, -1:]
         model.weights_to_sample(torch.bfloat16)
         assert all((p.dtype == torch.float32) == ("lambda" in n) for n, p in model.named_parameters())
         with torch.autocast("cpu", torch.bfloat16):
@@ -1624,16 +1633,16 @@ def test_bench_decode(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "ENOUGH", 0)
     pytest.importorskip("matplotlib")
 
-    def recomputing(args, preset, compiled):
+    def recomputing(args, preset):
         torch.set_num_threads(1)
-        if compiled:
+        if preset == "gpt2":
             raise RuntimeError("no compiler")
         return {"ratio": 1.0}
 
     threads = torch.get_num_threads()
     monkeypatch.setattr(bench, "recomputing", recomputing)
     monkeypatch.setattr(bench, "few_threads", lambda model, device: None)
-    bench.main(["decode", *MINI, "--T=16,32", "--num_samples=1,3", "--recompute=toy", f"--out={tmp_path}"])
+    bench.main(["decode", *MINI, "--T=16,32", "--num_samples=1,3", "--recompute=toy,gpt2", f"--out={tmp_path}"])
     assert sorted(os.listdir(tmp_path)) == ["decode.json", "decode.md", "decode.png"]
     made = json.loads((tmp_path / "decode.json").read_text())
     C, d = 32, 16  # one layer, float32
@@ -1642,7 +1651,7 @@ def test_bench_decode(tmp_path, monkeypatch):
         assert row["state_bytes"] == 4 * linear.get(row["arm"], 2 * row["context"] * C) and row["tokens_per_s"] > 0
     assert len(made["measured"]) == 2 * 2 * 4
     assert made["tables"]["against recomputing the context for every token"] == [
-        {"model": "toy", "step": "eager", "ratio": 1.0}, {"model": "toy", "step": "compiled", "sampler tokens/s": "no compiler"}
+        {"model": "toy", "ratio": 1.0}, {"model": "gpt2", "sampler tokens/s": "no compiler"}
     ]  # fmt: skip
     assert torch.get_num_threads() == threads
 
@@ -1650,7 +1659,7 @@ def test_bench_decode(tmp_path, monkeypatch):
 def test_bench_sets_the_sampler_beside_recomputing(monkeypatch):
     monkeypatch.setitem(train.PRESETS, "toy", dict(n_layer=1, n_head=2, n_embd=16))
     args = Namespace(device=torch.device("cpu"), dtype="float32", compile=False, autocast=nullcontext())
-    row = bench.recomputing(args, "toy", False)
+    row = bench.recomputing(args, "toy")
     assert row["recomputation timed"] == "at 50 of 500 lengths" and row["context"] == "1 to 500"
     assert row["ratio"] == pytest.approx(row["sampler tokens/s"] / row["recomputing tokens/s"])
 
