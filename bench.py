@@ -729,6 +729,8 @@ def open_models(parser, args):
     try:
         args.device = pick_device(args.device)
         args.ckpt = [path / "ckpt.pt" if path.is_dir() else path for path in args.ckpt]
+        if len({path.resolve() for path in args.ckpt}) < len(args.ckpt):
+            raise ValueError("--ckpt names a checkpoint twice")
         models = [GPT.load(path, args.device).eval() for path in args.ckpt]
         for path, model in zip(args.ckpt, models):
             if model.extra.get("tokenizer") not in ("gpt2", "bytes"):

@@ -2136,6 +2136,7 @@ def test_residual_norms_by_hand(tmp_path, monkeypatch, capsys):
         (bench, ["slices", "--ckpt=nowhere.pt"], "nowhere.pt"),
         (bench, ["outliers", "--ckpt=short.txt"], "short.txt"),
         (bench, ["position", "--ckpt=nameless.pt"], "names no tokenizer"),
+        (bench, ["quant", "--ckpt", "homeless.pt", "./homeless.pt"], "twice"),
         (bench, ["position", "--ckpt=homeless.pt"], "--data"),
         (bench, ["quant", "--ckpt=moved.pt"], "gone.txt"),
         (bench, ["quant", "--ckpt=changed.pt"], "other data"),
