@@ -40,6 +40,7 @@ import train
 from model import ATTENTION, GPT, KERNELS, GPTConfig, SoftmaxAttention, next_token, pick_kernel
 from prepare_fineweb import (Parser, Shards, count, device_name, few_threads, get_tokenizer, load_data, one_of,
                              out_of_memory, pick_device, several, whole)  # fmt: skip
+from sample import weights_to_sample
 
 # Okabe and Ito's colours, told apart by every kind of eye; dashed: a difference of two maps
 STYLE = {
@@ -637,7 +638,7 @@ def recomputing(args, preset):
     size = {name: train.PRESETS[preset][name] for name in ("n_layer", "n_head", "n_embd")}
     plain, model = (built(args, "softmax", "auto", block_size=block_size, vocab_size=vocab_size, **size) for _ in "12")
     few_threads(model, args.device)
-    model.weights_to_sample(getattr(torch, args.dtype))  # as sample.py does
+    weights_to_sample(model, getattr(torch, args.dtype))
     step, idx = compiled_step(args.compile, model), torch.zeros(1, block_size, dtype=torch.int64, device=args.device)
     fast, slow = [], []
     with torch.inference_mode(), args.autocast:
@@ -683,7 +684,8 @@ def decode(p, args):
                        model=f"{size['n_layer']} layers, {size['n_head']} heads, {size['n_embd']} channels")  # fmt: skip
     models, rows, lines = {}, [], {}
     for attn in args.arms:
-        models[attn] = GPT(GPTConfig(attn=attn, **size)).to(args.device).weights_to_sample(getattr(torch, args.dtype))
+        model = GPT(GPTConfig(attn=attn, **size)).to(args.device)
+        models[attn] = weights_to_sample(model, getattr(torch, args.dtype))
     for B in args.num_samples:
         for T in Ts:
             states = {}

@@ -25,7 +25,6 @@ import math
 import os
 import warnings
 from dataclasses import asdict, dataclass
-from functools import partial
 
 import torch
 import torch.nn as nn
@@ -53,7 +52,7 @@ class GPTConfig:
     rope_theta: float = 10000.0  # base of the rotary angles; 0: no positions at all
     flash: bool = True  # the fast form; False: the map
     subln: bool | None = None  # RMSNorm on each head's output; None: on in the differential arms only
-    lambda_init: float | None = None  # None: Eq. 3 of the paper; the arms with one map ignore it
+    lambda_init: float | None = None  # None: the paper's, by depth; the arms with one map ignore it
 
     def __post_init__(self):
         def check(name, ok, rule):
@@ -66,8 +65,7 @@ class GPTConfig:
             check(name, type(value) is int and value > 0, "a positive integer")
         H, C = self.n_head, self.n_embd
         check("n_head", self.attn in ("softmax", "linear") or H % 2 == 0, f"even for {self.attn} (pairs of heads)")
-        check("n_embd", C % H == 0, f"divisible by n_head={H}")
-        check("n_embd", C // H % 2 == 0 and C >= 4, f"an even multiple of n_head={H} (rotary pairs), at least 4")
+        check("n_embd", C % (2 * H) == 0 and C >= 4, f"divisible by n_head={H} into even sizes (rotary pairs), at least 4")
         check("flash", type(self.flash) is bool, "True or False")
         check("subln", self.subln is None or type(self.subln) is bool, "None, True or False")
         real = lambda x: type(x) in (int, float) and math.isfinite(x)
@@ -100,7 +98,7 @@ def rotate(x, rope):
     if torch.compiler.is_compiling():
         cos, sin = rope.unbind(-1)
         y = y * cos[..., None] + y.flip(-1) * torch.stack((-sin, sin), -1)
-    else:  # a pair is a complex number: one product instead of four passes over memory
+    else:  # a pair is a complex number: one product instead of four passes over memory, but Inductor has no code for it
         y = torch.view_as_real(torch.view_as_complex(y) * torch.view_as_complex(rope))
     return y.flatten(-2).to(x.dtype)
 
@@ -154,9 +152,9 @@ class Attention(nn.Module):
         return q, k, v
 
     def rope(self, x, start=0):
-        """The rotation of positions start..start+T-1 for x (B, H, T, d)."""
-        position = start + torch.arange(x.shape[2], device=x.device)
-        return rotary(position, self.d, self.rope_theta, wide(x[:0]).dtype)
+        """The rotation of positions start..start+T-1 for x (..., T, channels)."""
+        position = start + torch.arange(x.shape[-2], device=x.device)
+        return rotary(position, self.d, self.rope_theta, torch.promote_types(x.dtype, torch.float32))
 
     def map(self, x):
         """The map A of x (B, T, C): (B, h, T, T), zero above the diagonal, signed where it is signed.
@@ -266,6 +264,7 @@ class SoftmaxAttention(Attention):
         return rotate(q, rope) @ rotate(k, rope).mT / math.sqrt(self.d)
 
     def weights(self, q, k):
+        """The map, (B, h, T, T), from q and k (B, H, T, d) as projected."""
         S = self.scores(q, k)
         S = S.masked_fill(torch.ones_like(S, dtype=torch.bool).triu(1), float("-inf"))  # no looking ahead
         return self.difference(wide(S).softmax(-1))
@@ -336,7 +335,7 @@ class LinearAttention(Attention):
     def fast(self, q, k, v, rope, state):
         q, k = phi(q), phi(k)
         Z = wide(k).cumsum(2)  # (B, H, T, d)
-        z = (q * Z).sum(-1, keepdim=True) + Z_EPS
+        z = (q * Z).sum(-1, keepdim=True) + Z_EPS  # the sums of each branch's rows
         q, k = self.fold(rotate(q, rope) / z, rotate(k, rope))
         y, S = chunkwise(q, k, v)
         if state is not None:
@@ -348,8 +347,7 @@ class LinearAttention(Attention):
         q, k = phi(q), phi(k)
         state["Z"] += wide(k)
         z = (q * state["Z"]).sum(-1, keepdim=True) + Z_EPS
-        q, k = rotate(q, rope), rotate(k, rope)
-        q, k = self.fold(q / z, k)
+        q, k = self.fold(rotate(q, rope) / z, rotate(k, rope))
         state["S"] += wide(k).mT * wide(v)
         return wide(q) @ state["S"]  # (B, h, 1, d_v)
 
@@ -396,34 +394,10 @@ def next_token(logits, temperature, top_k, top_p, generator):
         p, token = p.sort(-1, descending=True)
         p[:, top_k or p.shape[-1] :] = 0
         if top_p is not None:  # stays: what has less than top_p before it
-            p = p / p.sum(-1, keepdim=True)
-            p[:, 1:][(p.cumsum(-1) - p >= top_p)[:, 1:]] = 0
+            p[:, 1:][(p.cumsum(-1) - p >= top_p * p.sum(-1, keepdim=True))[:, 1:]] = 0
         p = torch.zeros_like(p).scatter_(-1, token, p)
     # what torch.multinomial does, without its checks, which wait for the device
     return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1, keepdim=True)
-
-
-def lean_norm(weight):
-    """nn.RMSNorm as a function of x. F.rms_norm is seven kernels on a CPU; as a hypotenuse, the root of mean(x^2) + eps
-    makes it four."""
-    C = len(weight)
-    weight, eps = weight * C**0.5, weight.new_tensor((C * NORM_EPS) ** 0.5)
-    return lambda x: x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot(eps) * weight
-
-
-def lean_linear(weight):
-    """nn.Linear as a function of x (B, T, C). MKL gives a single row one thread: at T = 1 each takes its share of C."""
-    n = math.gcd(torch.get_num_threads(), weight.shape[1])
-    if n == 1:
-        return partial(F.linear, weight=weight)
-    shares = weight.t().unflatten(0, (n, -1))  # (n, C/n, out)
-
-    def linear(x):
-        if x.shape[1] > 1:
-            return F.linear(x, weight)
-        return (x[:, 0].unflatten(-1, (n, -1)).transpose(0, 1) @ shares).sum(0)[:, None]
-
-    return linear
 
 
 class GPT(nn.Module):
@@ -457,8 +431,7 @@ class GPT(nn.Module):
         """logits (B, T, vocab_size) and the mean loss in nats; without targets the last position's logits alone,
         (B, 1, vocab_size), and None. state: one dict per layer, empty to begin with; see Attention.forward."""
         x = self.wte(idx)
-        position = torch.arange(idx.shape[1], device=idx.device) + (state[0].get("T", 0) if state else 0)
-        rope = rotary(position, self.config.n_embd // self.config.n_head, self.config.rope_theta, wide(x[:0]).dtype)
+        rope = self.blocks[0].attn.rope(x, state[0].get("T", 0) if state else 0)  # the same for every layer
         for i, block in enumerate(self.blocks):
             x = block(x, rope, state and state[i])
         x = self.norm(x if targets is not None else x[:, -1:])
@@ -484,50 +457,25 @@ class GPT(nn.Module):
             raise ValueError(f"idx must be (B, T) with at least one token, not {tuple(idx.shape)}")
         if not temperature >= 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
             raise ValueError(f"need temperature >= 0, top_k >= 1, 0 < top_p <= 1: {temperature=} {top_k=} {top_p=}")
-        cache = self.config.block_size if ATTENTION[self.config.attn] is SoftmaxAttention else None
-        kept, state, T = idx[:, -cache:] if cache else idx, None, 0
-        for n in range(max_new_tokens):
-            if n and T != cache:
-                logits, _ = (self if step is None else step)(x, state=state)
-                T += 1
-            else:  # a prefill
-                x, filled = kept[:, -max(1, cache // 2) :] if n else kept, [{} for _ in self.blocks]
-                logits, _ = self(x, state=filled)
-                state, T = state or filled, x.shape[1]
+        room = self.config.block_size if ATTENTION[self.config.attn] is SoftmaxAttention else 0  # 0: without end
+        kept, state = idx[:, -room:], None
+        for _ in range(max_new_tokens):
+            if state is None or 0 < room < kept.shape[1]:  # a prefill: of all that is kept, or of its last half
+                kept = kept if state is None else kept[:, -max(1, room // 2) :]
+                filled = [{} for _ in self.blocks]
+                logits, _ = self(kept, state=filled)
+                state = state or filled
                 for old, new in zip(state, filled):
                     for name, t in old.items():
                         t.copy_(new[name])
                         if step is not None:  # so that a CUDA graph may write to it: it stays where it is
                             torch._dynamo.mark_static_address(t, guard=False)
+            else:
+                logits, _ = (self if step is None else step)(x, state=state)
             x = next_token(logits[:, -1], temperature, top_k, top_p, generator)
-            if cache:
-                kept = torch.cat((kept, x), 1)[:, -cache:]
+            if room:
+                kept = torch.cat((kept, x), 1)
             yield x[:, 0]
-
-    def weights_to_sample(self, dtype=torch.float32):
-        """Lays the model out for steps, one row times all weights each; not for training. In bfloat16 if that is the dtype:
-        autocast would cast the weights anew for every token (the lambdas stay, rounded they would be off). In float32 on a
-        CPU column by column: a matrix times a vector then reads 18 GB/s instead of 12, and 30 when two threads share it
-        (MKL, two cores of an AMD EPYC, 2048 x 768, torch 2.13, 2026-11-21). There the layers also make way for what they
-        compute: a small model's step is mostly calls and attribute lookups (the toy's takes 0.67 ms instead of 0.92)."""
-        lean = dtype == torch.float32 and self.wte.weight.device.type == "cpu"
-        for name, p in self.named_parameters():
-            if dtype == torch.bfloat16 and "lambda" not in name:
-                p.data = p.data.bfloat16()
-            elif p.ndim == 2 and lean:
-                p.data = p.data.t().contiguous().t()
-        if lean:
-            for module in self.modules():
-                if isinstance(module, Attention) and module.diff:
-                    module.lambda_full = partial(float, module.lambda_full().item())  # only training moves it
-                for name, child in module.named_children():
-                    if isinstance(child, nn.Linear):
-                        child = lean_linear(child.weight)
-                    elif isinstance(child, nn.RMSNorm) and name != "subln":
-                        child = lean_norm(child.weight)
-                    module.__dict__[name] = child  # found there, a child needs no nn.Module.__getattr__
-            self.head = lean_linear(self.wte.weight)
-        return self
 
     def flops_per_token(self, T):
         """FLOPs to train the *softmax* model of this size on one token of a sequence of T, whatever self is: so an arm
@@ -551,10 +499,9 @@ class GPT(nn.Module):
                 os.fsync(f.fileno())
             torch.load(temporary, weights_only=True, mmap=True)  # raises here, not when it is needed
             os.replace(temporary, path)
-        except BaseException:
+        finally:
             if os.path.exists(temporary):
                 os.unlink(temporary)
-            raise
 
     @classmethod
     def load(cls, path, device="cpu"):

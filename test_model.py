@@ -1575,7 +1575,7 @@ def test_sampling_with_weights_laid_out_for_it(attn, threads):
             block.norm1.weight.mul_(torch.rand(block.norm1.weight.shape, generator=seeded(1)) + 0.5)
         expected, weights = model(idx, idx)[0], {n: p.clone() for n, p in model.state_dict().items()}
         torch.set_num_threads(threads)  # two share a row
-        model.weights_to_sample()
+        sample.weights_to_sample(model)
         torch.set_num_threads(1)
         assert all(torch.equal(p, weights[n]) for n, p in model.state_dict().items())
         assert torch.allclose(model(idx, idx)[0], expected, rtol=0, atol=1e-6)
@@ -1583,7 +1583,7 @@ def test_sampling_with_weights_laid_out_for_it(attn, threads):
         steps = torch.cat([model(idx[:, t : t + 1], state=state)[0] for t in range(5)], 1)
         assert torch.allclose(steps, expected, rtol=0, atol=1e-6)
         expected = expected[:, -1:]
-        model.weights_to_sample(torch.bfloat16)
+        sample.weights_to_sample(model, torch.bfloat16)
         assert all((p.dtype == torch.float32) == ("lambda" in n) for n, p in model.named_parameters())
         with torch.autocast("cpu", torch.bfloat16):
             assert relative(model(idx)[0], expected.double()) < 5e-2
