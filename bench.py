@@ -636,7 +636,8 @@ def recomputing(args, preset):
     block_size, vocab_size, first, last = (512, 257, 1, 500) if toy else (1024, 50257, 1000, 1015)
     turn, gap = (50, 10) if toy else (8, 4)
     size = {name: train.PRESETS[preset][name] for name in ("n_layer", "n_head", "n_embd")}
-    plain, model = (built(args, "softmax", "auto", block_size=block_size, vocab_size=vocab_size, **size) for _ in "12")
+    size |= dict(block_size=block_size, vocab_size=vocab_size, flash=args.flash)
+    plain, model = (built(args, "softmax", "auto", **size) for _ in "12")
     few_threads(model, args.device)
     weights_to_sample(model, getattr(torch, args.dtype))
     step, idx = compiled_step(args.compile, model), torch.zeros(1, block_size, dtype=torch.int64, device=args.device)
@@ -682,7 +683,7 @@ def decode(p, args):
     few_threads(GPT(GPTConfig(**size), seed=None), args.device)
     about = conditions(args.device, dtype=args.dtype, compiled=args.compile, repeats=args.repeats,
                        model=f"{size['n_layer']} layers, {size['n_head']} heads, {size['n_embd']} channels")  # fmt: skip
-    models, rows, lines = {}, [], {}
+    models, rows, lines, state_size = {}, [], {}, {}
     for attn in args.arms:
         model = GPT(GPTConfig(attn=attn, **size)).to(args.device)
         models[attn] = weights_to_sample(model, getattr(torch, args.dtype))
@@ -700,25 +701,27 @@ def decode(p, args):
                 rate, error = spread([B / s for s in one["step"]])
                 row |= {"tokens/s": f"{rate:,.0f} ± {error:,.0f}", "ms a step": 1000 * B / rate}
                 row["bytes of state a sequence"] = states[attn][0] // B
-                lines.setdefault((attn, B), {})[T] = (rate, states[attn][0] // B)
+                lines.setdefault((attn, B), {})[T] = rate
+                state_size.setdefault(attn, {})[T] = states[attn][0] // B
     tables = {"decode": rows} | tables
 
     def draw(figure):
         left, right = figure.subplots(1, 2)
-        for i, B in enumerate(args.num_samples):
-            left.plot([], [], color="black", marker="osv^D"[i % 5], linestyle="", label=f"{B} at once")
-            for (attn, _), line in ((key, line) for key, line in lines.items() if key[1] == B):
-                rates, sizes = zip(*line.values())
-                left.plot(line.keys(), rates, marker="osv^D"[i % 5], **STYLE[attn])
-                if i == 0:
-                    right.plot(line.keys(), sizes, marker="o", label=attn, **STYLE[attn])
         left.set(xscale="log", yscale="log", xlabel="context", ylabel="tokens per second")
-        left.legend(fontsize="small")
         right.set(xscale="log", yscale="log", xlabel="context", ylabel="bytes of state a sequence")
-        right.legend()
+        shape = {B: "osv^D"[i % 5] for i, B in enumerate(args.num_samples)}
+        for (attn, B), line in lines.items():
+            left.plot(line.keys(), line.values(), marker=shape[B], **STYLE[attn])
+        for attn, line in state_size.items():
+            right.plot(line.keys(), line.values(), marker="o", label=attn, **STYLE[attn])
+        for B in sorted({B for _, B in lines}):
+            left.scatter([], [], color="black", marker=shape[B], label=f"{B} at once")
+        if lines:
+            left.legend(fontsize="small")
+            right.legend()
 
-    measured = [dict(arm=attn, sequences=B, context=T, tokens_per_s=rate, state_bytes=n)
-                for (attn, B), line in lines.items() for T, (rate, n) in line.items()]  # fmt: skip
+    measured = [dict(arm=attn, sequences=B, context=T, tokens_per_s=rate, state_bytes=state_size[attn][T])
+                for (attn, B), line in lines.items() for T, rate in line.items()]  # fmt: skip
     publish(args.out, "decode", about, tables, draw, measured=measured)
 
 

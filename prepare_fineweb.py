@@ -155,6 +155,12 @@ def out_of_memory(e):
     return isinstance(e, (MemoryError, torch.OutOfMemoryError)) or any(sign in str(e) for sign in signs)
 
 
+def no_compiler(e):
+    """What to say of an exception that says that torch.compile found no compiler, else None."""
+    if "InvalidCxxCompiler" in str(e) or "Failed to find C compiler" in str(e):
+        return "--compile needs a C++ compiler: install g++, or name one in CXX; --no-compile does without"
+
+
 def device_name(device):
     """What a figure is quoted with: the card's name, or the processor's and the number of threads."""
     import torch

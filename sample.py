@@ -5,7 +5,6 @@ Text from a checkpoint, as it is made.
 """
 import argparse
 import codecs
-import math
 import os
 import sys
 import time
@@ -17,7 +16,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model import GPT, KERNELS, NORM_EPS, Attention, pick_kernel
-from prepare_fineweb import EOT, Parser, count, few_threads, get_tokenizer, number, out_of_memory, pick_device, whole
+from prepare_fineweb import (EOT, Parser, count, few_threads, get_tokenizer, no_compiler, number, out_of_memory,
+                             pick_device, whole)  # fmt: skip
 
 
 def parse(argv):
@@ -48,14 +48,15 @@ def lean_norm(weight):
 
 
 def lean_linear(weight):
-    """nn.Linear as a function of x (B, T, C). MKL gives a single row one thread: at T = 1 each takes its share of C."""
-    n = math.gcd(torch.get_num_threads(), weight.shape[1])
+    """nn.Linear as a function of x (B, T, C). MKL gives a single row one thread: here each of n takes C/n channels of it.
+    That writes n results where one is asked for, so many rows are left to MKL, which shares them itself."""
+    n = max(n for n in range(1, torch.get_num_threads() + 1) if weight.shape[1] % n == 0)
     if n == 1:
         return partial(F.linear, weight=weight)
     shares = weight.t().unflatten(0, (n, -1))  # (n, C/n, out)
 
     def linear(x):
-        if x.shape[1] > 1:
+        if x.shape[1] > 1 or n * len(x) > 64:
             return F.linear(x, weight)
         return (x[:, 0].unflatten(-1, (n, -1)).transpose(0, 1) @ shares).sum(0)[:, None]
 
@@ -119,7 +120,7 @@ def main(argv=None):
 
     few_threads(model, device)
     prompt = enc.encode(args.prompt, allowed_special={EOT}) or [enc.eot_token]
-    idx = torch.tensor([prompt], device=device).expand(args.num_samples, -1)
+    idx = torch.tensor([prompt], device=device).repeat(args.num_samples, 1)
     weights_to_sample(model, dtype)
     generator = torch.Generator(device).manual_seed(args.seed)
     how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, generator=generator)
@@ -160,9 +161,9 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit("\nsample.py: interrupted")
     except (RuntimeError, MemoryError) as e:
-        if not out_of_memory(e):
+        if not (no_compiler(e) or out_of_memory(e)):
             raise
-        sys.exit("sample.py: out of memory: ask for fewer --num_samples")
+        sys.exit(f"sample.py: {no_compiler(e) or 'out of memory: ask for fewer --num_samples'}")
     except OSError as e:  # the reader, `| head` say, has had enough; or a full disk
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1 if isinstance(e, BrokenPipeError) else f"sample.py: {e}")

@@ -34,8 +34,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from model import ATTENTION, GPT, KERNELS, GPTConfig, pick_kernel, wide
-from prepare_fineweb import (SHARDS, Parser, count, device_name, get_tokenizer, load_data, lock, number, one_line,
-                             one_of, out_of_memory, pick_device, several, whole)  # fmt: skip
+from prepare_fineweb import (SHARDS, Parser, count, device_name, get_tokenizer, load_data, lock, no_compiler, number,
+                             one_line, one_of, out_of_memory, pick_device, several, whole)  # fmt: skip
 
 PRESETS = {
     "toy": dict(n_layer=4, n_head=4, n_embd=128, block_size=256, batch_size=8, steps=500, lr=2e-3, warmup=50,
@@ -530,6 +530,8 @@ def main(argv=None):
     try:
         finished = train_all(p, runs, stopping)
     except (RuntimeError, MemoryError) as e:
+        if no_compiler(e):
+            p.fail(no_compiler(e))
         if not out_of_memory(e):
             raise
         fits = first.total_batch // (first.block_size * first.world)
