@@ -630,8 +630,8 @@ def decoding(args, model, B, T, sizes):
 def recomputing(args, preset):
     """A row: the sampler, and generation that runs its whole context through the model, as it was trained, for every token:
     the way nanoGPT samples. Softmax, one sequence, greedy: 500 tokens of a toy model, prefill included, or sixteen after
-    the first 1,000 of GPT-2 small. The two take turns, so that a slow minute slows both: the sampler makes some tokens on end, then the
-    recomputation is timed at evenly spaced lengths among those."""
+    the first 1,000 of GPT-2 small. The two take turns, so that a slow minute slows both: the sampler makes some tokens on
+    end, then the recomputation is timed at evenly spaced lengths among those."""
     toy = preset == "toy"
     block_size, vocab_size, first, last = (512, 257, 1, 500) if toy else (1024, 50257, 1000, 1015)
     turn, gap = (50, 10) if toy else (8, 4)
