@@ -312,8 +312,8 @@ def ablations(p, args, flags):
         p.fail("one --attn and one --lr for all seven rows, please")
     folders, rows = {}, []
     for seed in args.seed:
-        for name, own in TABLE6.items():
-            folder = args.out / f"table6-row{list(TABLE6).index(name) + 1}-seed{seed}"
+        for number, (name, own) in enumerate(TABLE6.items(), 1):
+            folder = args.out / f"table6-row{number}-seed{seed}"
             folders.setdefault(name, []).append(folder)
             own = own.format(half=run.n_head // 2).split()
             train.main([f"--preset={args.preset}", *flags, *own, f"--seed={seed}", f"--out={folder}"])
@@ -501,7 +501,7 @@ def speed(p, args):
     about = conditions(args.device, dtype=args.dtype, compiled=args.compile, repeats=args.repeats,
                        model=f"{size['n_layer']} layers, {size['n_head']} heads, {size['n_embd']} channels",
                        batch=f"{tokens:,} tokens, one sequence at least")  # fmt: skip
-    names, problems, failed = [], [], []  # (arm, kernel); the linear arms have no kernel to choose
+    names, failed = [], {}  # (arm, kernel), and why it can't run; the linear arms have no kernel to choose
     for attn in args.arms:
         for kernel in args.kernel if attn in ("softmax", "diff") and args.flash else ["chunks" if args.flash else "map"]:
             try:
@@ -511,11 +511,10 @@ def speed(p, args):
                     print(f"{attn}: kernel {took}{why and f' ({why})'}")
                     kernel = took
             except ValueError as e:  # a row of the table, if another one can run
-                problems.append(str(e))
-                failed.append((attn, kernel))
+                failed[attn, kernel] = str(e)
             names += [(attn, kernel)] * ((attn, kernel) not in names)
-    if problems and all(name in failed for name in names if name[0] in ("softmax", "diff")):
-        p.fail(problems[0])
+    if failed and all(name in failed for name in names if name[0] in ("softmax", "diff")):
+        p.fail(next(iter(failed.values())))
     if args.profile:
         names = [name for name in names if name not in failed]
         return profile(args, size, names, max(1, tokens // train_Ts[0]), train_Ts[0])
@@ -670,7 +669,7 @@ def decode(p, args):
     Ts = sorted(set(args.T or ([1024, 8192] if cuda else [64, 256, 1024, 4096])))
     if Ts[0] < 2:
         p.fail(f"--T={Ts[0]}: a step needs a token before its own, so at least 2")
-    tables, again, threads = {}, [], torch.get_num_threads()
+    again, threads = [], torch.get_num_threads()
     for preset in (preset for preset in args.recompute if preset != "none"):
         again.append({"model": preset})
         try:
@@ -678,8 +677,6 @@ def decode(p, args):
         except Exception as e:  # no C++ compiler, or no room
             again[-1]["sampler tokens/s"] = reason(e)
         torch.set_num_threads(threads)
-    if again:
-        tables["against recomputing the context for every token"] = again
     few_threads(GPT(GPTConfig(**size), seed=None), args.device)
     about = conditions(args.device, dtype=args.dtype, compiled=args.compile, repeats=args.repeats,
                        model=f"{size['n_layer']} layers, {size['n_head']} heads, {size['n_embd']} channels")  # fmt: skip
@@ -703,7 +700,7 @@ def decode(p, args):
                 row["bytes of state a sequence"] = states[attn][0] // B
                 lines.setdefault((attn, B), {})[T] = rate
                 state_size.setdefault(attn, {})[T] = states[attn][0] // B
-    tables = {"decode": rows} | tables
+    tables = {"decode": rows} | ({"against recomputing the context for every token": again} if again else {})
 
     def draw(figure):
         left, right = figure.subplots(1, 2)
@@ -827,15 +824,10 @@ def through_scores(model, look):
 @torch.no_grad()
 def attention_maps(model, idx):
     """Every layer's map of idx (B, T): n_layer tensors (B, h, T, T)."""
-    found = []
-    hooks = [block.attn.register_forward_pre_hook(lambda layer, inputs: found.append(layer.map(inputs[0])))
-             for block in model.blocks]  # fmt: skip
-    try:
+    inputs = []
+    with watching((block.norm1 for block in model.blocks), inputs.append):
         model(idx)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
+    return [block.attn.map(x) for block, x in zip(model.blocks, inputs)]
 
 
 def default(args, cpu, cuda):
@@ -982,29 +974,28 @@ def position(p, args):
     if not val.sequences(L):
         p.fail(f"the val split of {data} has {val.tokens:,} tokens, fewer than --length={L} and one: choose a smaller one")
     tokens = args.tokens or default(args, 65_536, 4_000_000)
-    curves = {}  # label to (style, sum of the losses of each position)
+    curves = {}  # the sum of the losses of each position
     for batch in batches(val, L, tokens, args.device):
         for label, model in models.items():
             ways = {label: token_losses}
             if ATTENTION[model.config.attn] is SoftmaxAttention:
                 ways[f"{label}, window"] = windowed_losses
             for name, losses in ways.items():
-                style = line(models, label)
-                if name != label:
-                    style |= dict(linestyle=":", label=style["label"] and f"{style['label']}, window")
-                curve = losses(model, batch).double().sum(0).cpu().numpy()
-                curves[name] = style, curve + (curves[name][1] if name in curves else 0)
+                curves[name] = curves.get(name, 0) + losses(model, batch).double().sum(0).cpu().numpy()
     n = max(1, min(val.sequences(L), tokens // L))
     ends = sorted({min(L, 2**i) for i in range(4, 64) if 2 ** (i - 1) < L} | {min(T, L)})
     upto, between = [], []
     for start, end in zip([0, *ends], ends):
-        upto.append({"position": end} | {name: float(c[:end].sum() / n / end) for name, (_, c) in curves.items()})
-        between.append({"positions": f"{start + 1:,} to {end:,}"} | {name: float(c[start:end].mean() / n)
-                                                                     for name, (_, c) in curves.items()})  # fmt: skip
+        upto.append({"position": end} | {name: float(c[:end].sum() / n / end) for name, c in curves.items()})
+        means = {name: float(c[start:end].mean() / n) for name, c in curves.items()}
+        between.append({"positions": f"{start + 1:,} to {end:,}"} | means)
 
     def draw(figure):
         ax = figure.subplots()
-        for name, (style, c) in curves.items():
+        for name, c in curves.items():
+            style = line(models, name.removesuffix(", window"))
+            if name not in models:
+                style |= dict(linestyle=":", label=style["label"] and f"{style['label']}, window")
             ax.plot(np.arange(1, L + 1), c.cumsum() / n / np.arange(1, L + 1), markevery=(0.1, 0.1), **style)
         ax.axvline(T, color="grey", linewidth=0.8)
         ax.text(T, ax.get_ylim()[0], "trained block ", ha="right", va="bottom", color="grey")
@@ -1012,7 +1003,7 @@ def position(p, args):
         figure.legend(loc="outside right center")
 
     show(args, models, {"Mean loss up to a position (nats per token)": upto, "Mean loss between positions": between}, draw,
-         dict(by_position={name: (c / n).tolist() for name, (_, c) in curves.items()}),
+         dict(by_position={name: (c / n).tolist() for name, c in curves.items()}),
          data=data, tokens=f"{n * L:,}", **{"trained block": T})  # fmt: skip
 
 
@@ -1230,11 +1221,6 @@ def hellaswag(p, args):
     show(args, models, {"HellaSwag, zero-shot": rows}, draw, source=args.source, context=block, normalised="per token")
 
 
-def token_names(enc, tokens):
-    """What stands at the axes of a map: spaces and ends of lines made visible."""
-    return [enc.decode([t]).replace(" ", "␣").replace("\n", "↵").replace("$", r"\$") for t in tokens]
-
-
 def draw_map(ax, A, largest, names=None):
     """One signed map (T, T): purple above zero, orange below, white at zero and above the diagonal."""
     A = np.ma.masked_where(np.triu(np.ones(A.shape, bool), 1), A)
@@ -1263,7 +1249,8 @@ def maps(p, args):
         if not 1 < len(tokens) <= 256:
             p.fail(f"--text has {len(tokens)} tokens, and a map to look at needs 2 to 256")
         found = [A[0].float().cpu() for A in attention_maps(model, torch.tensor([tokens], device=args.device))]
-        shown[label] = found[layer - 1], token_names(model.enc, tokens) if len(tokens) <= 32 else None
+        names = [model.enc.decode([t]).replace(" ", "␣").replace("\n", "↵").replace("$", r"\$") for t in tokens]
+        shown[label] = found[layer - 1], names if len(names) <= 32 else None
         for depth, A in enumerate(found):
             size = A.abs().sum(-1)
             numbers = {"smallest": A.min(), "largest": A.max(), "sum of a row": A.sum(-1).mean(),
