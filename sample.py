@@ -67,7 +67,7 @@ def weights_to_sample(model, dtype=torch.float32):
     """Lays a model out for steps, one row times all weights each; not for training. Returns it.
 
     In bfloat16 if that is the dtype: autocast would cast the weights anew for every token (the lambdas stay, rounded they
-    would be off). In float32 on a CPU column by column: a matrix times a vector then reads 18 GB/s instead of 12, and 30
+    would be off). In float32 on a CPU column by column: a matrix times a vector then reads 19 GB/s instead of 13, and 25
     when two threads share it (MKL, two cores of an AMD EPYC, 2048 x 768, torch 2.13, 2026-11-21). There the layers also
     make way for what they compute: a small model's step is mostly calls and attribute lookups (on one thread the
     toy's takes 0.67 ms instead of 0.92)."""
