@@ -37,10 +37,9 @@ import torch
 import torch.nn.functional as F
 
 import train
-from model import ATTENTION, GPT, KERNELS, GPTConfig, SoftmaxAttention, next_token, pick_kernel
+from model import ATTENTION, GPT, KERNELS, GPTConfig, Softmax, next_token, pick_kernel
 from prepare_fineweb import (Parser, Shards, count, device_name, few_threads, get_tokenizer, load_data, one_of,
                              out_of_memory, pick_device, several, whole)  # fmt: skip
-from sample import weights_to_sample
 
 # Okabe and Ito's colours, told apart by every kind of eye; dashed: a difference of two maps
 STYLE = {
@@ -418,7 +417,8 @@ def machine(p, args):
 def built(args, attn, kernel, **config):
     """A model on the device with that kernel behind it. ValueError if it can't run."""
     model = GPT(GPTConfig(attn=attn, **config)).to(args.device)
-    pick_kernel(model, kernel, getattr(torch, args.dtype))
+    asked = kernel if isinstance(model.blocks[0].attn, Softmax) and model.config.flash else "auto"
+    pick_kernel(model, asked, getattr(torch, args.dtype))
     return model
 
 
@@ -429,13 +429,13 @@ def attention_alone(args, size, attn, kernel, B, T):
     shapes = [(layer.n_head, layer.d)] * 2 + [(layer.h, size["n_embd"] // layer.h)]
     q, k, v = (torch.randn(B, T, *shape, device=args.device, dtype=getattr(torch, args.dtype)).transpose(1, 2)
                .requires_grad_() for shape in shapes)  # fmt: skip
-    rope = layer.rope(q)
-    fast = layer.fast if args.flash else lambda q, k, v, rope, state: layer.weights(q, k).to(v.dtype) @ v
+    R = layer.rotation(q[:, 0])
+    fast = layer.fast if args.flash else lambda q, k, v, R: layer.A(q, k, R).to(v.dtype) @ v
     fast = torch.compile(fast, dynamic=False, fullgraph=True) if args.compile else fast
 
     def forward(mode=torch.no_grad):
         with mode(), args.autocast:
-            return fast(q, k, v, rope, None)
+            return fast(q, k, v, R)
 
     inputs, gradient = [q, k, v, *layer.parameters()], torch.ones_like(forward())
     both = lambda: torch.autograd.grad(forward(torch.enable_grad), inputs, gradient, allow_unused=True)
@@ -506,7 +506,8 @@ def speed(p, args):
         for kernel in args.kernel if attn in ("softmax", "diff") and args.flash else ["chunks" if args.flash else "map"]:
             try:
                 one = GPT(GPTConfig(attn=attn, **size | dict(n_layer=1, vocab_size=64))).to(args.device)
-                took, why = pick_kernel(one, kernel, getattr(torch, args.dtype))
+                asked = kernel if isinstance(one.blocks[0].attn, Softmax) and args.flash else "auto"
+                took, why = pick_kernel(one, asked, getattr(torch, args.dtype))
                 if took:
                     print(f"{attn}: kernel {took}{why and f' ({why})'}")
                     kernel = took
@@ -595,24 +596,19 @@ def profile(args, size, names, B, T):
 
 def compiled_step(compiled, model):
     """What generate's step is with --compile, else None: what sample.py does."""
-    return torch.compile(model, mode="reduce-overhead", fullgraph=True, dynamic=False) if compiled else None
+    return torch.compile(model.step, mode="reduce-overhead", fullgraph=True, dynamic=False) if compiled else None
 
 
 def decoding(args, model, B, T, sizes):
     """Builds a greedy step of the sampler for B sequences whose state holds T tokens: zeros, which take as long as any.
     Adds the bytes of the state, the counters apart, to sizes."""
-    start, state = max(1, T - 64), [{} for _ in model.blocks]
-    for block in model.blocks:
-        block.attn.block_size = T
+    start, model.config.block_size = max(1, T - 64), T
     with torch.inference_mode(), args.autocast:
         x, t = torch.zeros(B, 1, dtype=torch.int64, device=args.device), start
-        model(x, state=state)
+        _, state = model.prefill(x)
     sizes.append(sum(s.nbytes for layer in state for name, s in layer.items() if name != "T"))
     step_of = compiled_step(args.compile, model)
-    run = model if step_of is None else step_of
-    if args.compile:
-        for s in (s for layer in state for s in layer.values()):
-            torch._dynamo.mark_static_address(s, guard=False)
+    run = model.step if step_of is None else step_of
 
     def step():
         nonlocal x, t
@@ -621,7 +617,7 @@ def decoding(args, model, B, T, sizes):
                 for layer in state:
                     layer["T"].fill_(start)
                 t = start
-            x, t = next_token(run(x, state=state)[0][:, -1], 0, None, None, None), t + 1
+            x, t = next_token(run(x, state)[:, -1], 0, None, None, None), t + 1
 
     return {"step": step}
 
@@ -638,7 +634,6 @@ def recomputing(args, preset):
     size |= dict(block_size=block_size, vocab_size=vocab_size, flash=args.flash)
     plain, model = (built(args, "softmax", "auto", **size) for _ in "12")
     few_threads(model, args.device)
-    weights_to_sample(model, getattr(torch, args.dtype))
     step, idx = compiled_step(args.compile, model), torch.zeros(1, block_size, dtype=torch.int64, device=args.device)
     fast, slow = [], []
     with torch.inference_mode(), args.autocast:
@@ -683,7 +678,7 @@ def decode(p, args):
     models, rows, lines, state_size = {}, [], {}, {}
     for attn in args.arms:
         model = GPT(GPTConfig(attn=attn, **size)).to(args.device)
-        models[attn] = weights_to_sample(model, getattr(torch, args.dtype))
+        models[attn] = model
     for B in args.num_samples:
         for T in Ts:
             states = {}
@@ -812,7 +807,7 @@ def through_scores(model, look):
     before = [layer.flash for layer in layers]
     for depth, layer in enumerate(layers):
         layer.flash, plain = False, layer.scores
-        layer.scores = lambda q, k, plain=plain, depth=depth: look(depth, plain(q, k))
+        layer.scores = lambda q, k, R, plain=plain, depth=depth: look(depth, plain(q, k, R))
     try:
         yield
     finally:
@@ -978,7 +973,7 @@ def position(p, args):
     for batch in batches(val, L, tokens, args.device):
         for label, model in models.items():
             ways = {label: token_losses}
-            if ATTENTION[model.config.attn] is SoftmaxAttention:
+            if isinstance(model.blocks[0].attn, Softmax):
                 ways[f"{label}, window"] = windowed_losses
             for name, losses in ways.items():
                 curves[name] = curves.get(name, 0) + losses(model, batch).double().sum(0).cpu().numpy()
@@ -1038,7 +1033,7 @@ def outliers(p, args):
     _, val, data, T = open_data(p, args, models)
     tokens, found = args.tokens or default(args, 32_768, 400_000), {}
     for label, model in models.items():
-        branches = [", branch 1", ", branch 2"] if model.blocks[0].attn.diff else [""]
+        branches = [", branch 1", ", branch 2"] if model.blocks[0].attn.branches == 2 else [""]
         scores = [found.setdefault(("scores" + branch, label), Extremes()) for branch in branches]
         stream = found.setdefault(("residual stream", label), Extremes())
 

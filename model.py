@@ -2,28 +2,24 @@
 Four attentions in one GPT, each written in three forms.
 
                 one map         the difference of two maps
-    softmax     softmax         diff
-    linear      linear          diff_linear
+    softmax     softmax         diff            (Differential Transformer, arXiv 2410.05258, "the paper" below)
+    linear      linear          diff_linear     (linear: Transformers are RNNs, arXiv 2006.16236)
 
-diff is the Differential Transformer's (arXiv 2410.05258, "the paper" below), linear that of Transformers are RNNs
-(arXiv 2006.16236), diff_linear the same difference of two linear maps.
-Attention multiplies the values V by a causal T x T matrix A, "the map". Everything below computes A V:
-    the map    A itself, O(T^2), reads like the equation: to look at, to teach, to test
-    the fast   A V without ever holding A: to train
-    the step   one token at a time from a state: to sample
+Attention multiplies the values V by a causal T x T matrix A, "the map". Every map is made in one way:
+    A_ij = w_ij D_ij / z_i      weights w, times the mask D, divided by the row sums z_i = sum over j of w_ij D_ij
+    w_ij = exp(q_i . k_j / sqrt(d)) in the softmax arms, phi(q_i) . phi(k_j) in the linear arms
+    D_ij = 1 for j <= i, else 0; with `decay` D_ij = gamma^(i - j) for j <= i, so that a head forgets
+The three forms: the map, A itself, O(T^2), to look at and to test; the fast form, A V without ever holding A, to train;
+the step, one token at a time from a state, to sample. `python model.py` shows that they agree.
 
-Shapes: B batch, T time, C channels (n_embd), H heads of the softmax model (n_head), d = C/H.
-q and k are (B, H, T, d) in every arm. Head j of a differential arm is made of the neighbours 2j and 2j+1 of q and k, so
-it has h = H/2 heads and v is (B, H/2, T, 2d): the head count is halved, never d. In the other arms h = H.
-
-The block around them: pre-RMSNorm, SwiGLU, rotary positions, no biases, no dropout, tied embedding.
-`python model.py` shows all of it on one screen.
+Shapes: B batch, T time, C channels (n_embd), H heads of the softmax model (n_head), d = C/H. q and k are (B, H, T, d)
+in every arm. A differential head is made of two neighbours of these heads, 2j and 2j+1, with one value for both: there
+are h = H/2 of them and v is (B, h, T, 2d). The head count is halved, never d. In the other arms h = H.
 """
 import hashlib
-import importlib.util
 import math
 import os
-import warnings
+import zipfile
 from dataclasses import asdict, dataclass
 
 import torch
@@ -33,44 +29,36 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 NORM_EPS = 1e-5  # every RMSNorm, the head-wise one included
 Z_EPS = 1e-12  # keeps a linear row's sum from being exactly zero
-# tokens per chunk of the linear family's fast form: 32, 64, 128 and 256 took linear 314, 304, 291 and 354 ms, diff_linear
-# 670, 363, 338 and 354 ms, so 64 and 128 are near each other (forward and backward, median of 7 in turns, T 4096, C 768,
-# H 12, float32, one thread of an AMD EPYC, torch 2.13, 2026-11-21)
-CHUNK = 64
+CHUNK = 64  # tokens per chunk of the linear arms' fast form
 
 
 @dataclass
 class GPTConfig:
-    """The model. Raises ValueError, naming the field and the rule, for a model that can't be built."""
+    """The model. ValueError, naming the field and the rule, for one that can't be built."""
 
-    attn: str = "softmax"  # softmax | diff | linear | diff_linear
-    block_size: int = 1024  # T in training, and the room in the softmax family's cache
+    attn: str = "softmax"  # a name in ATTENTION
+    block_size: int = 1024  # T in training, and the room in the softmax arms' cache
     vocab_size: int = 50257
     n_layer: int = 12
     n_head: int = 12  # H, of the softmax model: a differential arm has half as many, twice as wide
     n_embd: int = 768
     rope_theta: float = 10000.0  # base of the rotary angles; 0: no positions at all
     flash: bool = True  # the fast form; False: the map
+    decay: bool = False  # heads forget
     subln: bool | None = None  # RMSNorm on each head's output; None: on in the differential arms only
+    subln_init: float = 1.0  # the initial weight of that norm
     lambda_init: float | None = None  # None: the paper's, by depth; the arms with one map ignore it
 
     def __post_init__(self):
-        def check(name, ok, rule):
-            if not ok:
-                raise ValueError(f"{name} must be {rule}, not {getattr(self, name)!r}")
-
-        check("attn", self.attn in list(ATTENTION), f"one of {', '.join(ATTENTION)}")
+        if self.attn not in list(ATTENTION):
+            raise ValueError(f"attn must be one of {', '.join(ATTENTION)}, not {self.attn!r}")
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            value = getattr(self, name)
-            check(name, type(value) is int and value > 0, "a positive integer")
-        H, C = self.n_head, self.n_embd
-        check("n_head", self.attn in ("softmax", "linear") or H % 2 == 0, f"even for {self.attn} (pairs of heads)")
-        check("n_embd", C % (2 * H) == 0 and C >= 4, f"divisible by n_head={H} into even sizes (rotary pairs), at least 4")
-        check("flash", type(self.flash) is bool, "True or False")
-        check("subln", self.subln is None or type(self.subln) is bool, "None, True or False")
-        real = lambda x: type(x) in (int, float) and math.isfinite(x)
-        check("rope_theta", real(self.rope_theta) and self.rope_theta >= 0, "a finite number, at least 0")
-        check("lambda_init", self.lambda_init is None or real(self.lambda_init), "None or a finite number")
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.n_head % ATTENTION[self.attn].branches:
+            raise ValueError(f"n_head must be even for {self.attn} (pairs of heads), not {self.n_head}")
+        if self.n_embd % (2 * self.n_head):
+            raise ValueError(f"n_embd must be a multiple of 2 n_head={2 * self.n_head} (rotary pairs), not {self.n_embd}")
 
 
 def wide(x):
@@ -78,220 +66,158 @@ def wide(x):
     return x if x.element_size() >= 4 else x.float()
 
 
-def rotary(position, d, theta, dtype=torch.float64):
-    """cos and sin of RoFormer's angles m theta^(-2i/d), (T, d/2, 2). None when theta is 0: no rotation.
-
-    position: (T,) integers. The angles are float64, so that position 10 million is turned as exactly as position 10;
-    dtype is that of the result. arXiv 2104.09864, Eq. 15."""
-    if theta == 0:
-        return None
-    frequency = torch.logspace(0, 2 / d - 1, d // 2, theta, dtype=torch.float64, device=position.device)  # theta^(-2i/d)
-    angle = position.double()[:, None] * frequency
-    return torch.stack((angle.cos(), angle.sin()), -1).to(dtype)
-
-
-def rotate(x, rope):
-    """R_m x for x (B, H, T, d): turns the neighbours (x_2i, x_2i+1) as one pair (RoFormer, Eq. 34)."""
-    if rope is None:
-        return x
+def rotate(x, R):
+    """R x for x (B, H, T, d): turns the neighbours (x_2i, x_2i+1) as one pair (RoFormer, arXiv 2104.09864, Eq. 34)."""
     y = wide(x).unflatten(-1, (-1, 2))
-    if torch.compiler.is_compiling():
-        cos, sin = rope.unbind(-1)
+    if torch.compiler.is_compiling():  # Inductor has no code for complex numbers
+        cos, sin = R.unbind(-1)
         y = y * cos[..., None] + y.flip(-1) * torch.stack((-sin, sin), -1)
-    else:  # a pair is a complex number: one product instead of four passes over memory, but Inductor has no code for it
-        y = torch.view_as_real(torch.view_as_complex(y) * torch.view_as_complex(rope))
+    else:  # a pair is a complex number: one product instead of four passes over memory
+        y = torch.view_as_real(torch.view_as_complex(y) * torch.view_as_complex(R))
     return y.flatten(-2).to(x.dtype)
 
 
-class Attention(nn.Module):
-    """What the four share.
+def log_mask(rate, i, j):
+    """log D_ij of rows i and columns j, (h, len(i), len(j)), gamma = exp(-rate), rate (h, 1, 1). gamma's exponents are
+    never negative: nothing overflows."""
+    distance = i[:, None] - j
+    return (-rate * distance.clamp(min=0)).masked_fill(distance < 0, -math.inf)
 
-    layer(x) maps (B, T, C) to (B, T, C) at positions 0..T-1, layer.map(x) is the map (B, h, T, T).
-    layer.scores(q, k), (B, H, T, T), is what stands before the normalisation, in every branch: the map goes through it,
-    and with layer.flash = False so does layer(x), so that a measurement can look at the scores or replace them.
-    Names and shapes of the parameters are those of Microsoft's released layer, whose weights load as they are."""
+
+class Attention(nn.Module):
+    """What the four share. layer(x) maps (B, T, C) to (B, T, C), layer.map(x) is the map. Both (the first one with
+    layer.flash = False) go through layer.scores(q, k, R), what stands before mask and normalisation in every branch,
+    (B, H, T, T). Parameters have the names and shapes of Microsoft's released layer, whose weights load as they are."""
+
+    branches = 1  # maps per head
 
     def __init__(self, config, depth):
         """depth: the layer's number counted from 0, l - 1 in the paper's 0.8 - 0.6 exp(-0.3 (l - 1)), Section 2.1."""
         super().__init__()
         C, H = config.n_embd, config.n_head
-        self.n_head, self.d, self.block_size = H, C // H, config.block_size
-        self.rope_theta, self.flash, self.kernel = config.rope_theta, config.flash, "sdpa"
-        self.diff = config.attn in ("diff", "diff_linear")
-        self.h = H // 2 if self.diff else H
-        self.q_proj = nn.Linear(C, C, bias=False)
-        self.k_proj = nn.Linear(C, C, bias=False)
-        self.v_proj = nn.Linear(C, C, bias=False)
-        self.out_proj = nn.Linear(C, C, bias=False)
-        subln = self.diff if config.subln is None else config.subln
+        self.config, self.n_head, self.h, self.d = config, H, H // self.branches, C // H
+        self.flash, self.decay, self.kernel = config.flash, config.decay, "sdpa"
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(C, C, bias=False) for _ in range(4))
+        subln = self.branches > 1 if config.subln is None else config.subln
         self.subln = nn.RMSNorm(C // self.h, eps=NORM_EPS) if subln else None  # one weight for all heads
-        if self.diff:
-            given = config.lambda_init
-            self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth) if given is None else given
-            for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
-                setattr(self, name, nn.Parameter(0.1 * torch.randn(self.d)))
+        self.scale = 1.0  # of what the norm gives
+
+    def forward(self, x, R=None):
+        """R: self.rotation(x), the same for all layers of a model."""
+        return self.attend(*self.project(x), self.rotation(x) if R is None else R)
+
+    def prefill(self, x, R, state):
+        """The same, and fills state, an empty dict, with the tensors that `step` goes on from, T tokens so far."""
+        q, k, v = self.project(x)
+        state.update(self.begin(k, v, R), T=torch.tensor([x.shape[1]], device=x.device))
+        return self.attend(q, k, v, R)
+
+    def step(self, x, R, state):
+        """The next token, x (B, 1, C). R: self.rotation(x, state["T"]). The state moves on in place, its tensors keep
+        size and address: a compiled step is one graph for every position."""
+        q, k, v = self.project(x)
+        y = self.row(q, k, v, R, state)
+        state["T"] += 1
+        return self.out(y, v.dtype)
+
+    def map(self, x):
+        """The map of x (B, T, C): (B, h, T, T). Look at it in float32: bf16 rounds large scores before the softmax."""
+        q, k, _ = self.project(x)
+        return self.A(q, k, self.rotation(x))
+
+    def project(self, x):
+        q, k = (p(x).unflatten(-1, (self.n_head, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj))
+        return q, k, self.v_proj(x).unflatten(-1, (self.h, -1)).transpose(1, 2)  # q, k (B, H, T, d), v (B, h, T, C/h)
+
+    def attend(self, q, k, v, R):
+        return self.out(self.fast(q, k, v, R) if self.flash else self.A(q, k, R).to(v.dtype) @ v, v.dtype)
+
+    def out(self, y, dtype):
+        if self.subln is not None:  # y is (B, h, T, C/h)
+            y = F.rms_norm(wide(y), y.shape[-1:], wide(self.subln.weight), NORM_EPS) * self.scale
+        return self.out_proj(y.transpose(1, 2).flatten(2).to(dtype))
+
+    def rotation(self, x, start=0):
+        """R: cos and sin of RoFormer's angles m theta^(-2i/d) for the positions m = start..start+T-1 of x (B, T, C),
+        (T, d/2, 2). Angles are float64, so that position 10 million is turned as exactly as position 10."""
+        like, theta = dict(dtype=torch.float64, device=x.device), self.config.rope_theta
+        m = start + torch.arange(x.shape[1], **like)
+        angle = m[:, None] * torch.logspace(0, 2 / self.d - 1, self.d // 2, theta or 1, **like) * bool(theta)
+        return torch.stack((angle.cos(), angle.sin()), -1).to(torch.promote_types(x.dtype, torch.float32))
+
+    def rate(self, x):
+        """-log gamma = 1/span of each of the H heads of q and k, (H, 1, 1); 0 without decay. Spans are evenly spaced in
+        log from 4 to 2 block_size tokens over the h heads: both branches of a head share one."""
+        like = dict(dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        rate = torch.logspace(-2, -math.log2(2 * self.config.block_size), self.h, 2, **like) * self.decay
+        return rate.repeat_interleave(self.branches)[:, None, None]
+
+    def log_D(self, q):
+        t = torch.arange(q.shape[2], device=q.device)
+        return log_mask(self.rate(q), t, t)  # (H, T, T)
+
+
+class Softmax(Attention):
+    """A = softmax(Q K^T / sqrt(d) + log D)"""
+
+    def scores(self, q, k, R):
+        return rotate(q, R) @ rotate(k, R).mT * self.d**-0.5  # (B, H, T, T)
+
+    def A(self, q, k, R):
+        return (wide(self.scores(q, k, R)) + self.log_D(q)).softmax(-1)
+
+    def fast(self, q, k, v, R):
+        return sdpa(rotate(q, R), rotate(k, R), v, self.rate(q) if self.decay else None, self.kernel)
+
+    def begin(self, k, v, R):
+        room = (0, 0, 0, self.config.block_size - k.shape[2])
+        return dict(k=F.pad(rotate(k, R), room), v=F.pad(v, room))  # the cache
+
+    def row(self, q, k, v, R, state):
+        """The last row of each branch's map, over the whole cache: log D hides what is not filled yet."""
+        t, K, V = state["T"], state["k"], state["v"]
+        K.index_copy_(2, t, rotate(k, R))  # IndexError when the cache is full
+        V.index_copy_(2, t, v)
+        with torch.autocast(q.device.type, enabled=False):  # scores in float32, as in the other forms
+            S = wide(rotate(q, R)) @ wide(K).mT * self.d**-0.5  # (B, H, 1, block_size)
+        A = (S + log_mask(self.rate(q), t, torch.arange(K.shape[2], device=t.device))).softmax(-1)
+        y = A.view(len(V), self.h, self.branches, -1).to(V.dtype) @ V  # the branches of a head share its V
+        return y.flatten(1, 2).unsqueeze(2)  # (B, H, 1, C/h)
+
+
+class Difference:
+    """What makes an attention differential: two maps per head, whose difference counts, and a norm with a factor."""
+
+    branches = 2
+
+    def __init__(self, config, depth):
+        super().__init__(config, depth)
+        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth) if config.lambda_init is None else config.lambda_init
+        self.scale = 1 - self.lambda_init  # Eq. 3
+        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+            setattr(self, name, nn.Parameter(torch.empty(self.d)))
 
     def lambda_full(self):
-        """lambda of Eq. 2, a scalar shared by the layer's heads. Sums of products, since autocast would make bf16
-        of a dot product."""
+        """lambda of Eq. 2, shared by the layer's heads. Sums of products: autocast would make bf16 of a dot product."""
         q1, k1, q2, k2 = (wide(p) for p in (self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2))
         return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.lambda_init
 
-    def difference(self, y):
-        """y_1 - lambda y_2 (Eq. 1) of the branches' maps or outputs: (B, H, T, .) to (B, h, T, .).
-        Cast up, because what is left is smaller than what was subtracted."""
-        if not self.diff:
-            return y
+    def minus(self, y):
+        """y_1 - lambda y_2 (Eq. 1) of the branches' maps or outputs, (B, H, ...) to (B, h, ...)."""
         return wide(y[:, 0::2]) - self.lambda_full() * wide(y[:, 1::2])
 
-    def project(self, x):
-        """x (B, T, C) to q, k (B, H, T, d) and v (B, h, T, C/h)."""
-        q = self.q_proj(x).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
-        k = self.k_proj(x).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
-        v = self.v_proj(x).unflatten(-1, (self.h, -1)).transpose(1, 2)
-        return q, k, v
 
-    def rope(self, x, start=0):
-        """The rotation of positions start..start+T-1 for x (..., T, channels)."""
-        position = start + torch.arange(x.shape[-2], device=x.device)
-        return rotary(position, self.d, self.rope_theta, torch.promote_types(x.dtype, torch.float32))
+class Diff(Difference, Softmax):
+    """A = A_1 - lambda A_2 = softmax(Q_1 K_1^T / sqrt(d)) - lambda softmax(Q_2 K_2^T / sqrt(d))     (Eq. 1)"""
 
-    def map(self, x):
-        """The map A of x (B, T, C): (B, h, T, T), zero above the diagonal, signed where it is signed.
-        Of a trained model look at it in float32: bf16 rounds large scores before the softmax."""
-        q, k, _ = self.project(x)
-        return self.weights(q, k)
+    def A(self, *args):
+        return self.minus(super().A(*args))
 
-    def forward(self, x, rope=None, state=None):
-        """x (B, T, C) to (B, T, C).
+    def fast(self, *args):
+        return self.minus(super().fast(*args))  # (A_1 - lambda A_2) V = A_1 V - lambda A_2 V
 
-        state: None to train. An empty dict makes this a prefill, which fills it on the way. With a filled one x is the
-        next token (T = 1), and the state moves on in place, without gradients: tensors of one size at one address, the
-        number of tokens so far, (1,), among them, so that a compiled step is one graph for every position.
-        rope: the rotation of x's positions, when the layers of a model share it."""
-        q, k, v = self.project(x)
-        if rope is None:
-            rope = self.rope(q, state["T"] if state else 0)
-        if state:
-            y = self.step(q, k, v, rope, state)
-            state["T"] += 1
-        else:
-            if self.flash or state is not None:
-                y = self.fast(q, k, v, rope, state)
-            if not self.flash:
-                y = self.weights(q, k).to(v.dtype) @ v
-            if state is not None:
-                state["T"] = torch.tensor([x.shape[1]], device=x.device)
-        # y is (B, h, T, C/h)
-        if self.subln is not None:
-            y = F.rms_norm(wide(y), y.shape[-1:], wide(self.subln.weight), NORM_EPS)
-            if self.diff:
-                y = y * (1 - self.lambda_init)  # Eq. 3
-        return self.out_proj(y.transpose(1, 2).flatten(2).to(x.dtype))
-
-
-KERNELS = ("sdpa", "cudnn", "efficient", "flash_attn")  # "sdpa": the backend that PyTorch chooses
-
-
-def sdpa(q, k, v, kernel="sdpa"):
-    """softmax(q k^T / sqrt(d)) v with the causal mask, without holding the map, by one of KERNELS.
-    q, k (B, H, T, d) and v (B, h, T, d_v), each of whose heads serves H/h neighbours, to (B, H, T, d_v)."""
-    d, d_v, groups = q.shape[-1], v.shape[-1], q.shape[1] // v.shape[1]
-    how = dict(is_causal=True, scale=d**-0.5)
-    if kernel == "cudnn" and q.shape[2] > 1:  # takes d_v = 2d, and v as it is; refuses a single key
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return F.scaled_dot_product_attention(q, k, v, enable_gqa=groups > 1, **how)
-    v = v.repeat_interleave(groups, 1) if groups > 1 else v
-    if kernel == "efficient":  # takes d_v = 2d: FlashDiffAttn_1 of the paper's appendix
-        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-            return F.scaled_dot_product_attention(q, k, v, **how)
-    if kernel == "flash_attn":  # (B, T, H, d), and d_v = d only, so V goes in two halves: FlashDiffAttn_2
-        from flash_attn import flash_attn_func
-
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        y = [flash_attn_func(q, k, part, softmax_scale=how["scale"], causal=True) for part in v.split(d, -1)]
-        return torch.cat(y, -1).transpose(1, 2)
-    if d_v > d:  # flash kernels want d_v = d, and a CPU's is 2 to 5 times slower without it: q, k with zeros behind
-        q, k = F.pad(q, (0, d_v - d)), F.pad(k, (0, d_v - d))
-    return F.scaled_dot_product_attention(q, k, v, **how)
-
-
-def pick_kernel(model, name="auto", dtype=torch.float32):
-    """Puts one of KERNELS behind the softmax family's fast form, tried first on a few tokens, backward too.
-
-    name "auto" takes the first of a list, fastest first, that the model's device and head size and dtype, that of the
-    matmuls, allow. Returns its name and why a faster one could not be had ("" if there is none); None and "" for a model
-    that uses none. ValueError with the reason when a kernel asked for by name can't run: nothing falls back in silence."""
-    layer, device = model.blocks[0].attn, model.wte.weight.device
-    if isinstance(layer, LinearAttention) or not layer.flash:
-        return None, ""
-    cuda = device.type == "cuda"
-    names, whys = [name], []
-    if name == "auto":
-        names = ["cudnn"] if cuda and torch.cuda.get_device_capability(device) >= (9, 0) else []
-        names += ["efficient"] if cuda and (layer.diff or dtype == torch.float32) else []
-        names += ["sdpa"]
-    for kernel in names:
-        with warnings.catch_warnings(record=True) as said:  # PyTorch tells its reasons as warnings
-            warnings.simplefilter("always")
-            try:
-                if kernel != "sdpa" and not cuda:
-                    raise ValueError(f"needs a CUDA device, not {device.type}")
-                if kernel == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
-                    raise ValueError("flash-attn not installed: pip install flash-attn==2.8.3 --no-build-isolation")
-                heads = ((model.config.n_head, layer.d), (layer.h, model.config.n_embd // layer.h))
-                q, v = (torch.zeros(1, h, 16, d, device=device, dtype=dtype, requires_grad=True) for h, d in heads)
-                sdpa(q, q, v, kernel).sum().backward()
-                break
-            except (ValueError, RuntimeError, ImportError) as e:
-                reasons = [str(w.message).split(" (Trig")[0] for w in said if "runtime disabled" not in str(w.message)]
-                reasons = [r for r in reasons if "not used because" not in r] or str(e).splitlines()[:1]
-                whys.append(f"kernel {kernel} can't run here: {reasons[-1]}")
-    else:
-        raise ValueError(whys[-1])
-    for block in model.blocks:
-        block.attn.kernel = kernel
-    return kernel, "; ".join(whys)
-
-
-class SoftmaxAttention(Attention):
-    """softmax: A = softmax(Q K^T / sqrt(d))
-    diff:    A = softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))     (Eq. 1)"""
-
-    def scores(self, q, k):
-        """q k^T / sqrt(d), rotated, of each branch: q, k (B, H, T, d) to (B, H, T, T)."""
-        rope = self.rope(q)
-        return rotate(q, rope) @ rotate(k, rope).mT / math.sqrt(self.d)
-
-    def weights(self, q, k):
-        """The map, (B, h, T, T), from q and k (B, H, T, d) as projected."""
-        S = self.scores(q, k)
-        S = S.masked_fill(torch.ones_like(S, dtype=torch.bool).triu(1), float("-inf"))  # no looking ahead
-        return self.difference(wide(S).softmax(-1))
-
-    def fast(self, q, k, v, rope, state):
-        q, k = rotate(q, rope), rotate(k, rope)
-        if state is not None:  # room for block_size keys and values
-            room = (0, 0, 0, self.block_size - k.shape[2])
-            state["k"], state["v"] = F.pad(k, room), F.pad(v, room)
-        return self.difference(sdpa(q, k, v, self.kernel))  # (A1 - lambda A2) V = A1 V - lambda A2 V
-
-    def step(self, q, k, v, rope, state):
-        """The last row of the map, over the cache."""
-        q, k = rotate(q, rope), rotate(k, rope)
-        t, K, V = state["T"], state["k"], state["v"]
-        compiling = torch.compiler.is_compiling()
-        if not compiling:  # the filled part; a graph, whose shapes never change, takes all of it and hides the rest
-            n = t.item() + 1
-            if n > K.shape[2]:
-                raise ValueError(f"the cache is full at block_size={K.shape[2]}: prefill again, from an empty state")
-            K, V = K.narrow(2, 0, n), V.narrow(2, 0, n)
-        K.index_copy_(2, t, k)
-        V.index_copy_(2, t, v)
-        S = q @ K.mT * self.d**-0.5  # (B, H, 1, n)
-        if compiling:
-            S = S.masked_fill(torch.arange(K.shape[2], device=t.device) > t, float("-inf"))
-        return self.difference(wide(S).softmax(-1)).to(v.dtype) @ V
+    def row(self, *args):
+        return self.minus(super().row(*args))
 
 
 def phi(x):
@@ -299,105 +225,94 @@ def phi(x):
     return x.relu() + x.clamp(max=0).exp()
 
 
-def chunkwise(q, k, v):
-    """sum over j <= i of (q_i . k_j) v_j, in O(T): a masked matmul inside each chunk, and for all that came before
-    it the state S = sum of k_j v_j^T. q, k (B, h, T, D), v (B, h, T, d_v) to (B, h, T, d_v), and S at T."""
-    T = q.shape[2]
-    q, k, v = (F.pad(x.to(v.dtype).contiguous(), (0, 0, 0, -T % CHUNK)).unflatten(2, (-1, CHUNK)) for x in (q, k, v))
-    inside = (q @ k.mT * q.new_ones(CHUNK, CHUNK).tril()) @ v  # (B, h, chunks, CHUNK, d_v)
-    S = wide(k.mT @ v).cumsum(2)  # (B, h, chunks, D, d_v), summed in float32 up to each chunk's end
-    before = F.pad(S[:, :, :-1], (0, 0, 0, 0, 1, 0)).to(v.dtype)  # up to each chunk's beginning
-    return (inside + q @ before).flatten(2, 3)[:, :, :T], S[:, :, -1]
+def chunkwise(q, k, v, rate):
+    """sum over j <= i of gamma^(i - j) (q_i . k_j) v_j, in O(T): inside a chunk by the masked product, and for what was
+    before it by each earlier chunk's state S = sum of k_j v_j^T, faded by the distance. No scan over T: a matmul sums.
+    q, k (B, h, T, D), v (B, h, T, d_v), rate (h, 1, 1), to (B, h, T, d_v)."""
+    T, i = v.shape[2], torch.arange(CHUNK, device=v.device)
+    q, k, v = (x.to(v.dtype).contiguous() for x in (q, k, v))
+    q, k, v = (F.pad(x, (0, 0, 0, -T % CHUNK)).unflatten(2, (-1, CHUNK)) for x in (q, k, v))
+    n = torch.arange(v.shape[2], device=v.device)  # of the chunks: v is (B, h, n, CHUNK, d_v)
+    D = log_mask(rate, i, i).exp()[:, None].to(v.dtype)
+    L = log_mask(CHUNK * rate, n - 1, n).exp().to(v.dtype)  # from one chunk's end to the beginning of a later one
+    fade = (-rate * (i[:, None] + 1)).exp()[:, None].to(v.dtype)  # from there to token i
+    inside = (q @ k.mT * D) @ v
+    S = (k * D[:, :, -1, :, None]).mT @ v  # (B, h, n, D, d_v), at the chunk's end
+    before = (L @ S.flatten(3)).reshape(S.shape)
+    return (inside + (q * fade) @ before).flatten(2, 3)[:, :, :T]
 
 
-class LinearAttention(Attention):
-    """linear:      A_ij = (R_i phi(q_i)) . (R_j phi(k_j)) / (sum over m <= i of phi(q_i) . phi(k_m))
-    diff_linear: A1 - lambda A2 of two such maps
+class Linear(Attention):
+    """A_ij = (R_i phi(q_i)) . (R_j phi(k_j)) D_ij / z_i,   z_i = sum over j <= i of phi(q_i) . phi(k_j) D_ij
     Only the numerator is rotated (RoFormer, Section 3.3): entries may be negative, and rows need not sum to 1."""
 
-    def scores(self, q, k):
-        """(R phi(q)) . (R phi(k)) of each branch: q, k (B, H, T, d), as projected, to (B, H, T, T)."""
-        rope = self.rope(q)
-        return rotate(phi(q), rope) @ rotate(phi(k), rope).mT
+    def scores(self, q, k, R):
+        return rotate(phi(q), R) @ rotate(phi(k), R).mT  # (B, H, T, T)
 
-    def weights(self, q, k):
-        z = wide(phi(q) @ phi(k).mT).tril().sum(-1, keepdim=True) + Z_EPS
-        return self.difference(wide(self.scores(q, k)).tril() / z)
+    def A(self, q, k, R):
+        D = self.log_D(q).exp()
+        z = (wide(phi(q) @ phi(k).mT) * D).sum(-1, keepdim=True) + Z_EPS
+        return wide(self.scores(q, k, R)) * D / z
 
     def fold(self, q, k):
-        """The difference of two linear maps is one linear map with twice the features:
-        q1.k1 - lambda q2.k2 = [q1, -lambda q2] . [k1, k2], from (B, H, T, d) to (B, h, T, 2d)."""
-        if not self.diff:
-            return q, k
+        """q, k (B, H, T, d) of the branches to those of the one linear attention that computes A V, (B, h, T, .)."""
+        return q, k
+
+    def fast(self, q, k, v, R):
+        q, k, rate, one = phi(q), phi(k), self.rate(q), q.new_ones(1, 1, q.shape[2], 1)
+        z = (wide(q) * chunkwise(one, one, k, rate)).sum(-1, keepdim=True) + Z_EPS  # q_i . sum of gamma^(i - j) k_j
+        q, k = self.fold(rotate(q, R) / z, rotate(k, R))
+        return chunkwise(q, k, v, rate[:: self.branches])
+
+    def begin(self, k, v, R):
+        """S = sum of gamma^(T-1-j) (R_j phi(k_j)) v_j^T, (B, h, ., C/h), and Z = sum of gamma^(T-1-j) phi(k_j)."""
+        j, k = torch.arange(k.shape[2], device=k.device), wide(phi(k))
+        fade = log_mask(self.rate(k), j[-1:], j).exp().mT  # (H, T, 1)
+        _, folded = self.fold(k, rotate(k, R) * fade)
+        with torch.autocast(k.device.type, enabled=False):  # float32, since the steps add to it
+            return dict(S=folded.mT @ wide(v), Z=(k * fade).sum(2, keepdim=True))
+
+    def row(self, q, k, v, R, state):
+        """A recurrent net (arXiv 2006.16236, Eq. 18 to 20): Z <- gamma Z + phi(k), S <- gamma S + k v^T, y = q S."""
+        q, k, gamma = phi(q), phi(k), (-self.rate(q)).exp()
+        state["Z"].mul_(gamma).add_(k)
+        z = (q * state["Z"]).sum(-1, keepdim=True) + Z_EPS
+        q, k = self.fold(rotate(q, R) / z, rotate(k, R))
+        state["S"].mul_(gamma[:: self.branches]).add_(wide(k).mT * wide(v))
+        return wide(q) @ state["S"]  # (B, h, 1, C/h)
+
+
+class DiffLinear(Difference, Linear):
+    """A = A_1 - lambda A_2 of two linear maps. A linear map is linear in its features, so this is one linear attention
+    with signed features of twice the size: A_ij = [q_1/z_1, -lambda q_2/z_2]_i . [k_1, k_2]_j D_ij"""
+
+    def A(self, *args):
+        return self.minus(super().A(*args))
+
+    def fold(self, q, k):
         q = torch.cat((q[:, 0::2], -self.lambda_full() * q[:, 1::2]), -1)
         return q, torch.cat((k[:, 0::2], k[:, 1::2]), -1)
 
-    def fast(self, q, k, v, rope, state):
-        q, k = phi(q), phi(k)
-        Z = wide(k).cumsum(2)  # (B, H, T, d)
-        z = (q * Z).sum(-1, keepdim=True) + Z_EPS  # the sums of each branch's rows
-        q, k = self.fold(rotate(q, rope) / z, rotate(k, rope))
-        y, S = chunkwise(q, k, v)
-        if state is not None:
-            state["S"], state["Z"] = S.clone(), Z[:, :, -1:].clone()
-        return y
 
-    def step(self, q, k, v, rope, state):
-        """Attention as a recurrent net: Z += phi(k), S += k v^T, y = q S (arXiv 2006.16236, Eq. 18 to 20)."""
-        q, k = phi(q), phi(k)
-        state["Z"] += wide(k)
-        z = (q * state["Z"]).sum(-1, keepdim=True) + Z_EPS
-        q, k = self.fold(rotate(q, rope) / z, rotate(k, rope))
-        state["S"] += wide(k).mT * wide(v)
-        return wide(q) @ state["S"]  # (B, h, 1, d_v)
-
-
-ATTENTION = dict(softmax=SoftmaxAttention, diff=SoftmaxAttention, linear=LinearAttention, diff_linear=LinearAttention)
-
-
-class SwiGLU(nn.Module):
-    """(silu(x W_gate) * x W_up) W_down, int(8C/3) wide, rounded down to a multiple of 8 (arXiv 2002.05202)."""
-
-    def __init__(self, C):
-        super().__init__()
-        width = int(8 * C / 3) // 8 * 8
-        self.gate_proj = nn.Linear(C, width, bias=False)
-        self.up_proj = nn.Linear(C, width, bias=False)
-        self.down_proj = nn.Linear(width, C, bias=False)
-
-    def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+ATTENTION = dict(softmax=Softmax, diff=Diff, linear=Linear, diff_linear=DiffLinear)
 
 
 class Block(nn.Module):
-    """y = x + attention(norm(x)), then y + mlp(norm(y)) (Section 2.2)."""
+    """y = x + attention(norm(x)), then y + SwiGLU(norm(y)) with SwiGLU(x) = (silu(x W_g) * x W_u) W_d (Section 2.2)."""
 
     def __init__(self, config, depth):
         super().__init__()
-        self.norm1 = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
+        C, width = config.n_embd, int(8 * config.n_embd / 3) // 8 * 8
+        self.norm1, self.norm2 = nn.RMSNorm(C, eps=NORM_EPS), nn.RMSNorm(C, eps=NORM_EPS)
         self.attn = ATTENTION[config.attn](config, depth)
-        self.norm2 = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
-        self.mlp = SwiGLU(config.n_embd)
+        self.mlp = nn.ModuleDict({name: nn.Linear(C, width, bias=False) for name in ("gate_proj", "up_proj")})
+        self.mlp["down_proj"] = nn.Linear(width, C, bias=False)
 
-    def forward(self, x, rope, state=None):
-        x = x + self.attn(self.norm1(x), rope, state)
-        return x + self.mlp(self.norm2(x))
-
-
-def next_token(logits, temperature, top_k, top_p, generator):
-    """The next token, (B, 1) int64, from logits (B, V): see GPT.generate."""
-    if temperature == 0:
-        return logits.argmax(-1, keepdim=True)
-    logits = wide(logits)
-    p = ((logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)).softmax(-1)  # less is 0 in float32
-    if top_k is not None or top_p is not None:  # sorting 50,000 logits takes longer than all the rest
-        p, token = p.sort(-1, descending=True)
-        p[:, top_k or p.shape[-1] :] = 0
-        if top_p is not None:  # stays: what has less than top_p before it
-            p[:, 1:][(p.cumsum(-1) - p >= top_p * p.sum(-1, keepdim=True))[:, 1:]] = 0
-        p = torch.zeros_like(p).scatter_(-1, token, p)
-    # what torch.multinomial does, without its checks, which wait for the device
-    return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1, keepdim=True)
+    def forward(self, x, attend, *args):
+        """attend: self.attn, self.attn.prefill or self.attn.step; args: what it takes beside x."""
+        x = x + attend(self.norm1(x), *args)
+        y, mlp = self.norm2(x), self.mlp
+        return x + mlp["down_proj"](F.silu(mlp["gate_proj"](y)) * mlp["up_proj"](y))
 
 
 class GPT(nn.Module):
@@ -409,144 +324,224 @@ class GPT(nn.Module):
     def __init__(self, config, seed=1337):
         super().__init__()
         self.config, self.extra = config, {}
-        with torch.device("meta"):  # every parameter is drawn below, so none is drawn here
+        with torch.device("meta"):  # the weights are drawn below, or loaded
             rows = (config.vocab_size + 63) // 64 * 64  # matmuls like multiples of 64; the logits are cut back
             self.wte = nn.Embedding(rows, config.n_embd)
             self.blocks = nn.ModuleList(Block(config, depth) for depth in range(config.n_layer))
             self.norm = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
         if seed is None:  # load() brings the weights
             return
-        self.to_empty(device="cpu")
+        weights = {}
         for name, p in self.named_parameters():
             digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
             std = 0.1 if "lambda" in name else 0.02
             if "out_proj" in name or "down_proj" in name:
                 std /= math.sqrt(2 * config.n_layer)
-            draw = torch.randn(p.shape, generator=generator, dtype=torch.float32, device="cpu") * std
-            with torch.no_grad():
-                p.copy_(torch.ones(p.shape) if "norm" in name or "subln" in name else draw)
+            weights[name] = torch.randn(p.shape, generator=generator, dtype=torch.float32) * std
+            if "norm" in name or "subln" in name:
+                weights[name].fill_(config.subln_init if "subln" in name else 1.0)
+        self.load_state_dict(weights, assign=True)
 
-    def forward(self, idx, targets=None, state=None):
-        """logits (B, T, vocab_size) and the mean loss in nats; without targets the last position's logits alone,
-        (B, 1, vocab_size), and None. state: one dict per layer, empty to begin with; see Attention.forward."""
+    def forward(self, idx, targets=None):
+        """logits (B, T, vocab_size), without gradients, and the mean loss in nats; without targets the last position's
+        logits alone, (B, 1, vocab_size), and None."""
         x = self.wte(idx)
-        rope = self.blocks[0].attn.rope(x, state[0].get("T", 0) if state else 0)  # the same for every layer
-        for i, block in enumerate(self.blocks):
-            x = block(x, rope, state and state[i])
-        x = self.norm(x if targets is not None else x[:, -1:])
-        logits = self.head(x)[..., : self.config.vocab_size]
-        loss = None if targets is None else F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten())
-        return logits, loss
+        R = self.blocks[0].attn.rotation(x)  # the same for every layer
+        for block in self.blocks:
+            x = block(x, block.attn, R)
+        if targets is None:
+            return self.logits(x[:, -1:]), None
+        logits = self.logits(x)
+        return logits.detach(), F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten())
 
-    def head(self, x):
-        """The tied head, x (B, T, C) to (B, T, vocab_size rounded up)."""
-        return F.linear(x, self.wte.weight)
+    def logits(self, x):
+        return F.linear(self.norm(x), self.wte.weight)[..., : self.config.vocab_size]
+
+    def prefill(self, idx):
+        """The last position's logits, (B, 1, vocab_size), and the state that `step` goes on from: one dict a layer."""
+        x, state = self.wte(idx), [{} for _ in self.blocks]
+        R = self.blocks[0].attn.rotation(x)
+        for block, s in zip(self.blocks, state):
+            x = block(x, block.attn.prefill, R, s)
+        for t in (t for s in state for t in s.values()):
+            torch._dynamo.mark_static_address(t, guard=False)  # so that a CUDA graph of the step may write to it
+        return self.logits(x[:, -1:]), state
+
+    def step(self, idx, state):
+        """The logits, (B, 1, vocab_size), after one more token, idx (B, 1). The state moves on in place."""
+        x = self.wte(idx)
+        R = self.blocks[0].attn.rotation(x, state[0]["T"])
+        for block, s in zip(self.blocks, state):
+            x = block(x, block.attn.step, R, s)
+        return self.logits(x)
 
     @torch.inference_mode()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, step=None):
         """Continues idx, (B, T) int64: yields max_new_tokens times the next token of each row, (B,) int64.
 
         temperature 0 takes the likeliest; top_k keeps that many; top_p the fewest whose probabilities reach it.
-        A step costs the linear arms the same however long it runs. The softmax arms have room for block_size tokens (of
-        a longer idx they see the last ones); when it is full they begin again from the last block_size / 2, because
-        keys dropped one by one would leave behind values that still depend on them. step is what runs a step, the model
-        as it is or torch.compile(model, mode="reduce-overhead"): one graph for all of them. The first next() raises
-        ValueError for impossible arguments."""
-        if idx.ndim != 2 or idx.shape[1] == 0:
-            raise ValueError(f"idx must be (B, T) with at least one token, not {tuple(idx.shape)}")
+        The softmax arms have room for block_size tokens (of a longer idx they see the last ones). When it is full they
+        begin again from the last block_size / 2: keys dropped one by one would leave values that depend on them.
+        step: self.step, or what torch.compile makes of it."""
         if not temperature >= 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
             raise ValueError(f"need temperature >= 0, top_k >= 1, 0 < top_p <= 1: {temperature=} {top_k=} {top_p=}")
-        room = self.config.block_size if ATTENTION[self.config.attn] is SoftmaxAttention else 0  # 0: without end
+        room = self.config.block_size if isinstance(self.blocks[0].attn, Softmax) else 0  # 0: without end
         kept, state = idx[:, -room:], None
         for _ in range(max_new_tokens):
-            if state is None or 0 < room < kept.shape[1]:  # a prefill: of all that is kept, or of its last half
+            if state is None or 0 < room < kept.shape[1]:
                 kept = kept if state is None else kept[:, -max(1, room // 2) :]
-                filled = [{} for _ in self.blocks]
-                logits, _ = self(kept, state=filled)
-                state = state or filled
-                for old, new in zip(state, filled):
-                    for name, t in old.items():
-                        t.copy_(new[name])
-                        if step is not None:  # so that a CUDA graph may write to it: it stays where it is
-                            torch._dynamo.mark_static_address(t, guard=False)
+                logits, state = self.prefill(kept)
             else:
-                logits, _ = (self if step is None else step)(x, state=state)
+                logits = (step or self.step)(x, state)
             x = next_token(logits[:, -1], temperature, top_k, top_p, generator)
-            if room:
-                kept = torch.cat((kept, x), 1)
+            kept = torch.cat((kept, x), 1) if room else kept
             yield x[:, 0]
 
     def flops_per_token(self, T):
-        """FLOPs to train the *softmax* model of this size on one token of a sequence of T, whatever self is: so an arm
-        that does more work never shows a better MFU.
-
-        N parameters, each in one multiply and one add forward and two of each backward: 6 N. Attention: q k^T and A V
-        are 2 C T each forward, over the full T (causality not discounted), and twice that backward: 12 C T a layer.
-        PaLM (arXiv 2204.02311), appendix B, and nanoGPT. The tied embedding counts once, as the head."""
+        """FLOPs to train the *softmax* model of this size on a token of a sequence of T, whatever self is: 6 a parameter
+        (the tied embedding once), 12 C T a layer for q k^T and A V. PaLM (arXiv 2204.02311), appendix B."""
         N = sum(p.numel() for name, p in self.named_parameters() if "lambda" not in name and "subln" not in name)
         return 6 * N + 12 * self.config.n_layer * self.config.n_embd * T
 
     def save(self, path, **extra):
-        """Writes the model and extra (tensors and plain values, flat beside `config` and `model`) to path: to a
-        temporary file that is flushed to the disk and renamed, so that path is always whole."""
-        checkpoint = dict(config=asdict(self.config), model=self.state_dict(), **extra)
-        temporary = f"{path}.tmp"
+        """Writes the model and extra (tensors and plain values) to a temporary file that is flushed to the disk, then
+        renamed: path is always whole. OSError if it can't."""
         try:
-            with open(temporary, "wb") as f:
-                torch.save(checkpoint, f)
+            with open(f"{path}.tmp", "wb") as f:
+                torch.save(dict(config=asdict(self.config), model=self.state_dict(), **extra), f)
                 f.flush()
                 os.fsync(f.fileno())
-            torch.load(temporary, weights_only=True, mmap=True)  # raises here, not when it is needed
-            os.replace(temporary, path)
+            os.replace(f"{path}.tmp", path)
+        except RuntimeError as e:  # torch.save's on a full disk
+            raise OSError(f"{path} could not be written, is the disk full? ({e})".splitlines()[0]) from None
         finally:
-            if os.path.exists(temporary):
-                os.unlink(temporary)
+            if os.path.exists(f"{path}.tmp"):
+                os.unlink(f"{path}.tmp")
 
     @classmethod
     def load(cls, path, device="cpu"):
         """The model that save() wrote, on device; what else was saved is in its .extra. Runs no code from the file.
-        ValueError for a file that is not ours or is cut short."""
+        ValueError for a file that is not ours, cut short or damaged, or whose weights are not finite."""
         with open(path, "rb") as f:
             try:
-                checkpoint = torch.load(f, map_location="cpu", weights_only=True)
-                config, weights = checkpoint.pop("config"), checkpoint.pop("model")
-                model = cls(GPTConfig(**config), seed=None)
-                model.load_state_dict(weights, assign=True)
+                if zipfile.ZipFile(f).testzip():
+                    raise ValueError("a checksum is wrong")
+                f.seek(0)
+                extra = torch.load(f, map_location="cpu", weights_only=True)
+                model = cls(GPTConfig(**extra.pop("config")), seed=None)
+                model.load_state_dict(extra.pop("model"), assign=True)
+                if not all(p.isfinite().all() for p in model.parameters()):
+                    raise ValueError("weights that are not finite")
             except Exception as e:  # of a dozen classes, depending on the byte that is wrong
                 why = f"{type(e).__name__}: {e}".splitlines()[0][:120]
                 raise ValueError(f"{path} is not a whole checkpoint of this project ({why})") from None
-        model.extra = checkpoint
+        model.extra = extra
         return model.to(device)
+
+
+def next_token(logits, temperature, top_k, top_p, generator):
+    """The next token, (B, 1) int64, from logits (B, V): see GPT.generate."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    p = (wide(logits) / max(temperature, 1e-6)).softmax(-1)
+    if top_k is None and top_p is None:  # sorting 50,000 logits takes longer than all the rest
+        return torch.multinomial(p, 1, generator=generator)
+    p, token = p.sort(-1, descending=True)
+    p[:, top_k or p.shape[-1] :] = 0
+    p[:, 1:][(p.cumsum(-1) - p >= (top_p or 2) * p.sum(-1, keepdim=True))[:, 1:]] = 0  # less than top_p before it: stays
+    return token.gather(-1, torch.multinomial(p, 1, generator=generator))
+
+
+BACKENDS = dict(  # of F.scaled_dot_product_attention; its math path, which holds the map, is not for CUDA
+    sdpa=[SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
+    cudnn=[SDPBackend.CUDNN_ATTENTION],
+    efficient=[SDPBackend.EFFICIENT_ATTENTION],
+)
+KERNELS = (*BACKENDS, "flash_attn")
+
+
+def sdpa(q, k, v, rate=None, kernel="sdpa"):
+    """softmax(q k^T / sqrt(d) + log D) v without holding the map. q, k (B, H, T, d) and v (B, h, T, d_v), each of whose
+    heads serves H/h neighbours, to (B, H, T, d_v). rate: (H, 1, 1), or None without decay."""
+    T, d, d_v = *q.shape[2:], v.shape[-1]
+    kernel = "sdpa" if T == 1 and kernel == "cudnn" else kernel  # it refuses a single key
+    if kernel != "cudnn":  # it takes v as it is, and d_v = 2d
+        v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    if kernel == "flash_attn":  # (B, T, H, d), and d_v = d only, so V goes in two halves: the paper's FlashDiffAttn_2
+        from flash_attn import flash_attn_func
+
+        how = dict(softmax_scale=d**-0.5, causal=True, alibi_slopes=None if rate is None else rate.flatten().float())
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return torch.cat([flash_attn_func(q, k, part, **how) for part in v.split(d, -1)], -1).transpose(1, 2)
+    if kernel == "sdpa":  # flash kernels want d_v = d, and a CPU's is 2 to 5 times slower without it
+        q, k = F.pad(q, (0, d_v - d)), F.pad(k, (0, d_v - d))
+    t = torch.arange(T, device=q.device)
+    mask = None if rate is None else log_mask(rate, t, t).to(q.dtype)[None]  # (1, H, T, T)
+    how = dict(attn_mask=mask, is_causal=mask is None, scale=d**-0.5, enable_gqa=v.shape[1] < q.shape[1])
+    with sdpa_kernel(BACKENDS[kernel] + ([] if q.is_cuda else [SDPBackend.MATH])):
+        return F.scaled_dot_product_attention(q, k, v, **how)
+
+
+def try_kernel(layer, kernel, dtype, device):
+    """Puts a kernel behind a layer's fast form. Raises an error if it can't run or computes something else than the
+    map does, on random values, T = 130, forward and backward."""
+    if kernel != "sdpa" and device.type != "cuda":
+        raise ValueError(f"needs a CUDA device, not {device.type}")
+    layer.kernel, generator, found = kernel, torch.Generator(device).manual_seed(0), []
+    x = torch.randn(3, 1, 130, layer.d * layer.n_head, generator=generator, device=device, dtype=dtype)
+    heads, R = (layer.n_head, layer.n_head, layer.h), layer.rotation(x[0])
+    q, k, v = (part.unflatten(-1, (n, -1)).transpose(1, 2).requires_grad_() for part, n in zip(x, heads))
+    by_map = Softmax.A(layer, q, k, R).to(dtype) @ v.repeat_interleave(layer.branches, 1)
+    for y in (by_map, Softmax.fast(layer, q, k, v, R)):
+        found.append([y, *torch.autograd.grad(wide(y).square().sum(), (q, k, v))])
+    for expected, y in zip(*found):
+        if not (wide(y) - wide(expected)).norm() < 0.05 * wide(expected).norm():
+            raise ValueError("its result differs from the map's")
+
+
+def pick_kernel(model, name="auto", dtype=torch.float32):
+    """Puts one of KERNELS behind the softmax arms' fast form; "auto": the first, fastest first, that runs with dtype.
+    Returns its name and why a faster one could not be had; None and "" for a model that uses none.
+    ValueError with the reason when a kernel asked for by name can't run or would not be used."""
+    attns, device, whys = [block.attn for block in model.blocks], model.wte.weight.device, []
+    if not isinstance(attns[0], Softmax) or not attns[0].flash:
+        if name != "auto":
+            raise ValueError(f"kernel {name} would not be used: only the softmax arms have kernels, in their fast form")
+        return None, ""
+    names = ["sdpa"]
+    if device.type == "cuda":
+        names = ["efficient", "sdpa"] if dtype == torch.float32 else ["sdpa", "efficient"]
+        if torch.backends.cudnn.version() > 91500:  # before, wrong results were reported where 128 does not divide T
+            names = ["cudnn", *names]
+    for kernel in names if name == "auto" else [name]:
+        try:
+            for layer in attns:
+                try_kernel(layer, kernel, dtype, device)
+            return kernel, "; ".join(whys)
+        except (ValueError, RuntimeError, ImportError) as e:
+            whys.append(f"kernel {kernel} can't run here: {str(e).splitlines()[0]}")
+    raise ValueError(whys[-1])
 
 
 @torch.no_grad()
 def demo():
-    """One screen: the four arms' sizes, how near their three forms are, and their maps of a short sentence."""
-    words = "the cat sat on the mat".split()
-    sentence, maps = torch.tensor([[sorted(words).index(word) for word in words]]), {}
-    idx = torch.randint(257, (1, 200), generator=torch.Generator().manual_seed(0))
-    print("               parameters   lambda   fast - map   fast - steps   (largest in the logits of 200 tokens, float64)")
+    """One screen: of each arm the size, how near its three forms are (in the logits, float64), and a map."""
+    words, idx = "once upon a time".split(), torch.arange(200)[None] % 97
     for attn in ATTENTION:
-        model = GPT(GPTConfig(attn=attn, block_size=256, vocab_size=257, n_layer=2, n_head=4, n_embd=64)).double()
-        layers, state = [block.attn for block in model.blocks], [{} for _ in model.blocks]
-        for layer in layers:  # at N(0, 0.02) every map is nearly flat: nothing to see
-            layer.q_proj.weight *= 8
-            layer.k_proj.weight *= 8
-        fast, _ = model(idx, idx)
-        steps = [model(idx[:, t : t + 1], state=state)[0] for t in range(idx.shape[1])]
-        for layer in layers:
-            layer.flash = False
-        errors = [(other - fast).abs().max() for other in (model(idx, idx)[0], torch.cat(steps, 1))]
-        maps[attn] = layers[0].map(model.blocks[0].norm1(model.wte(sentence)))[0, 0]
-        lam = f"{layers[0].lambda_full():.3f}" if layers[0].diff else ""
-        size = sum(p.numel() for p in model.parameters())
-        print(f"{attn:<15}{size:>10,}{lam:>9}{errors[0]:>13.0e}{errors[1]:>15.0e}")
-    for pair in (("softmax", "diff"), ("linear", "diff_linear")):
-        print("\n" + "      ".join(f"{name + ', first head':<41}  sum" for name in pair))
-        for i, word in enumerate(words):
-            rows = [(maps[name][i, : i + 1].tolist(), maps[name][i].sum()) for name in pair]
-            print("      ".join(f"{word:<5}" + f"{''.join(f'{a:6.2f}' for a in row):<36}{s:5.2f}" for row, s in rows))
+        model = GPT(GPTConfig(attn=attn, block_size=256, vocab_size=97, n_layer=2, n_head=4, n_embd=64)).double()
+        for name, p in model.named_parameters():
+            p *= 8 if "q_proj" in name or "k_proj" in name else 1  # at N(0, 0.02) every map is nearly flat
+        fast, (logits, state) = model(idx, idx)[0], model.prefill(idx[:, :1])
+        steps = torch.cat([logits] + [model.step(token[:, None], state) for token in idx[:, 1:].T], 1)
+        for block in model.blocks:
+            block.attn.flash = False
+        size, by_map = sum(p.numel() for p in model.parameters()), model(idx, idx)[0]
+        errors = f"{(fast - by_map).abs().max():.0e}, of fast and step {(fast - steps).abs().max():.0e}"
+        print(f"\n{attn}: {size:,} parameters, largest difference of fast and map {errors}; the first head's map:")
+        x = model.wte(torch.tensor([[words.index(word) for word in words]]))
+        for word, row in zip(words, model.blocks[0].attn.map(model.blocks[0].norm1(x))[0, 0]):
+            print(f"{word:<5}" + "".join(f"{a:6.2f}" for a in row) + f"   sum {row.sum():.2f}")
 
 
 if __name__ == "__main__":

@@ -8,14 +8,11 @@ import codecs
 import os
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
 
-from model import GPT, KERNELS, NORM_EPS, Attention, pick_kernel
+from model import GPT, KERNELS, pick_kernel
 from prepare_fineweb import (EOT, Parser, count, few_threads, get_tokenizer, no_compiler, number, out_of_memory,
                              pick_device, whole)  # fmt: skip
 
@@ -37,58 +34,6 @@ def parse(argv):
     p.add_argument("--compile", action=both, help="torch.compile, a step as one CUDA graph (on cuda)")
     p.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the matmuls (bfloat16 on cuda)")
     return p, p.parse_args(argv)
-
-
-def lean_norm(weight):
-    """nn.RMSNorm as a function of x. sqrt(mean(x^2) + eps) is the hypotenuse of |x| and sqrt(C eps), over sqrt(C): four
-    kernels, where F.rms_norm is seven on a CPU."""
-    C = len(weight)
-    weight, eps = weight * C**0.5, weight.new_tensor((C * NORM_EPS) ** 0.5)
-    return lambda x: x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot(eps) * weight
-
-
-def lean_linear(weight):
-    """nn.Linear as a function of x (B, T, C). MKL gives a single row one thread: here each of n takes C/n channels of it.
-    That writes n results where one is asked for, so many rows are left to MKL, which shares them itself."""
-    n = max(n for n in range(1, torch.get_num_threads() + 1) if weight.shape[1] % n == 0)
-    if n == 1:
-        return partial(F.linear, weight=weight)
-    shares = weight.t().unflatten(0, (n, -1))  # (n, C/n, out)
-
-    def linear(x):
-        if x.shape[1] > 1 or n * len(x) > 64:
-            return F.linear(x, weight)
-        return (x[:, 0].unflatten(-1, (n, -1)).transpose(0, 1) @ shares).sum(0)[:, None]
-
-    return linear
-
-
-def weights_to_sample(model, dtype=torch.float32):
-    """Lays a model out for steps, one row times all weights each; not for training. Returns it.
-
-    In bfloat16 if that is the dtype: autocast would cast the weights anew for every token (the lambdas stay, rounded they
-    would be off). In float32 on a CPU column by column: a matrix times a vector then reads 19 GB/s instead of 13, and 25
-    when two threads share it (MKL, two cores of an AMD EPYC, 2048 x 768, torch 2.13, 2026-11-21). There the layers also
-    make way for what they compute: a small model's step is mostly calls and attribute lookups (on one thread the
-    toy's takes 0.67 ms instead of 0.92)."""
-    lean = dtype == torch.float32 and model.wte.weight.device.type == "cpu"
-    for name, p in model.named_parameters():
-        if dtype == torch.bfloat16 and "lambda" not in name:
-            p.data = p.data.bfloat16()
-        elif p.ndim == 2 and lean:
-            p.data = p.data.t().contiguous().t()
-    if lean:
-        for module in model.modules():
-            if isinstance(module, Attention) and module.diff:
-                module.lambda_full = partial(float, module.lambda_full().item())  # a constant: only training moves it
-            for name, child in module.named_children():
-                if isinstance(child, nn.Linear):
-                    child = lean_linear(child.weight)
-                elif isinstance(child, nn.RMSNorm) and name != "subln":
-                    child = lean_norm(child.weight)
-                module.__dict__[name] = child  # found there, a child needs no nn.Module.__getattr__
-        model.head = lean_linear(model.wte.weight)
-    return model
 
 
 def main(argv=None):
@@ -121,7 +66,9 @@ def main(argv=None):
     few_threads(model, device)
     prompt = enc.encode(args.prompt, allowed_special={EOT}) or [enc.eot_token]
     idx = torch.tensor([prompt], device=device).repeat(args.num_samples, 1)
-    weights_to_sample(model, dtype)
+    if dtype == torch.bfloat16:  # autocast would cast the weights anew for every token
+        for name, p in model.named_parameters():
+            p.data = p.data if "lambda" in name else p.data.bfloat16()
     generator = torch.Generator(device).manual_seed(args.seed)
     how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, generator=generator)
     # a token may hold half a character: the decoders keep it back until the other half comes
@@ -130,7 +77,7 @@ def main(argv=None):
     made, first = 0, None
     with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
         if args.compile or (args.compile is None and device.type == "cuda"):
-            start, how["step"] = time.time(), torch.compile(model, mode="reduce-overhead", fullgraph=True)
+            start, how["step"] = time.time(), torch.compile(model.step, mode="reduce-overhead", fullgraph=True)
             list(model.generate(idx, 4, **how | dict(temperature=0)))  # draws nothing, so the seed says what it said
             print(f"compiled in {time.time() - start:.0f} s", file=sys.stderr)
         print(args.prompt, end="", flush=True)

@@ -44,8 +44,8 @@ PRESETS = {
                  tokens=2_800_000_000, lr=1.5e-3, warmup=375,
                  eval_every=250, eval_tokens=10_485_760, log_every=10, save_every=250),
 }  # fmt: skip
-COMMON = dict(rope_theta=10000.0, flash=True, subln=None, lambda_init=None, total_batch=None, tokens=None, steps=None,
-              weight_decay=0.1, grad_clip=1.0, seed=1337)  # fmt: skip
+COMMON = dict(rope_theta=10000.0, flash=True, decay=False, subln=None, subln_init=1.0, lambda_init=None,
+              total_batch=None, tokens=None, steps=None, weight_decay=0.1, grad_clip=1.0, seed=1337)  # fmt: skip
 OPTIMIZER = ("total_batch", "lr", "warmup", "weight_decay", "grad_clip", "seed")  # with the model: the folder's name
 # what makes a run the run it is: a folder in which one of these is another is left alone
 IDENTITY = [f.name for f in fields(GPTConfig) if f.name != "flash"]
@@ -73,7 +73,9 @@ def parse(argv):
     g.add_argument("--rope_theta", type=number(0), help="base of the rotary angles, 0 for no positions (10000)")
     g.add_argument("--flash", action=both, help="the fast form of the attention, or the map (fast)")
     g.add_argument("--kernel", default="auto", choices=("auto", *KERNELS), help="softmax family's, with --flash (auto)")
+    g.add_argument("--decay", action=both, help="heads forget: D_ij = gamma^(i - j) (no)")
     g.add_argument("--subln", action=both, help="RMSNorm on each head's output and the factor 1 - lambda_init (diff arms)")
+    g.add_argument("--subln_init", type=number(), help="initial weight of that norm (1)")
     g.add_argument("--lambda_init", type=number(), help="a constant instead of 0.8 - 0.6 exp(-0.3 l)")
     g = p.add_argument_group("optimization")
     g.add_argument("--batch_size", type=count, help="sequences per micro-step of one process")
@@ -349,7 +351,7 @@ def train_one(args, head, data, stopping, alone):
             raw.save(ckpt_path, tokenizer=head["tokenizer"], step=step, run=head, **more)
 
     def lambdas():
-        diff = [block.attn.lambda_full() for block in raw.blocks if block.attn.diff]
+        diff = [block.attn.lambda_full() for block in raw.blocks if block.attn.branches == 2]
         return torch.stack(diff).tolist() if diff else None
 
     def report(train_loss=None, lr=None, grad_norm=None, tok_per_s=None):
@@ -415,7 +417,7 @@ def train_one(args, head, data, stopping, alone):
             if args.world > 1:
                 model.require_backward_grad_sync = micro == micro_steps - 1  # the ranks' mean gradient once a step
             with autocast:
-                _, loss = model(tokens[:, :-1], tokens[:, 1:])
+                loss = model(tokens[:, :-1], tokens[:, 1:])[1]
             tokens = next(coming, None)  # read and copied while the device computes
             (loss / micro_steps).backward()
             loss_sum = loss_sum + loss.detach()
