@@ -57,7 +57,7 @@ def parse(argv=None):
                                 description=__doc__, epilog="\n".join(f"preset {k}: {v}" for k, v in PRESETS.items()))
     both, default_device = argparse.BooleanOptionalAction, "cuda" if torch.cuda.is_available() else "cpu"
     g = p.add_argument_group("what is trained, on what")
-    g.add_argument("--attn", type=lambda s: s.split(","), default=["softmax"], help=",".join(ATTENTION))
+    g.add_argument("--attn", type=lambda s: s.split(","), default=["softmax"], help="list of " + ", ".join(ATTENTION))
     g.add_argument("--preset", choices=PRESETS, help="the defaults below (toy; gpt2 where there are shards and CUDA)")
     g.add_argument("--data", type=Path, help=f"folder of shards or text file (gpt2: {SHARDS}, toy: Python's manual)")
     g.add_argument("--out", type=Path, help="folder of the run, or of all runs (out/<attn>-<what is not the preset's>)")
