@@ -13,19 +13,21 @@ import os
 import pickle
 import random as stdlib_random
 import resource
+import shutil
 import signal
 import struct
 import subprocess
 import sys
 import time
 from argparse import Namespace
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import product
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
+import tiktoken
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
@@ -36,7 +38,7 @@ import prepare_fineweb
 import sample
 import train
 from model import ATTENTION, GPT, KERNELS, GPTConfig, Linear, next_token, phi, pick_kernel, rotate
-from prepare_fineweb import EOT, Shards, get_tokenizer, load_manifest, read_shard
+from prepare_fineweb import EOT, Shards, get_tokenizer, load_manifest
 
 HERE = Path(__file__).parent
 torch.set_num_threads(1)  # on tensors this small, threads only wait for one another
@@ -598,66 +600,18 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
 # ---- data
 
 
-def test_bytes_tokenizer():
-    enc = get_tokenizer("bytes")
-    text = f"Größe 🙂 ไทย \x00\n {EOT}"
-    assert enc.encode_ordinary(text) == list(text.encode())
-    assert enc.decode(enc.encode_ordinary(text)) == text
-    assert (enc.n_vocab, enc.eot_token) == (257, 256)
-    with pytest.raises(ValueError, match="gpt2 or bytes"):
-        get_tokenizer("cl100k")
+def test_rearranged_expression_has_the_same_tokens():
+    try:
+        fast, plain, draw = get_tokenizer("gpt2"), tiktoken.get_encoding("gpt2"), stdlib_random.Random(0)
+    except OSError as e:
+        pytest.skip(str(e))
+    parts = [*" \n\t\r\x1c\x85\u00a0\u3000\u2028'aAzé雪ก5½²_-.😀\u0301\u200d\0", "  ", "\n\n", "'ll", EOT]
+    for _ in range(3000):
+        text = "".join(draw.choices(parts, k=60))
+        assert fast.encode_ordinary(text) == plain.encode_ordinary(text), repr(text)
 
-
-def test_sequences_cross_the_seams():
-    tokens = np.arange(100, dtype="<u2")
-    shards = Shards([tokens[:7], tokens[7:7], tokens[7:8], tokens[8:55], tokens[55:]])
-    assert shards.tokens == 100 and shards.sequences(10) == 9 and shards.sequences(99) == 1 and shards.sequences(100) == 0
-    for i in range(9):
-        assert shards.sequence(i, 10).tolist() == list(range(10 * i, 10 * i + 11))
-    with pytest.raises(IndexError):
-        shards.sequence(9, 10)
-
-
-# ---- data: text to shards
 
 STAND_IN = HERE / "../shared/data/fineweb-edu"  # novels and a factbook in the layout of FineWeb-Edu
-ODD = [
-    "plain", "", "emoji 👩‍👩‍👧 🤦🏽", "ภาษาไทย ไม่มีวรรค", "\x00\x1c\x85 \x7f\ttab\r\n\r\n", "<|endoftext|>",
-    "a <|endoftext|> b", "  \n \n x", "nb\u00a0\u3000 \u2028sp", "it's I'LL", "12345 ½ x²", "a" * 3000, " " * 3000 + "b",
-    "\n\n",
-]  # fmt: skip
-
-
-def prepare(*flags, **kwargs):
-    command = [sys.executable, str(HERE / "prepare_fineweb.py"), "--tokenizer=bytes", *map(str, flags)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, **kwargs)
-
-
-def succeeds(*flags, **kwargs):
-    run = prepare(*flags, **kwargs)
-    assert run.returncode == 0 and run.stderr == "", run.stderr
-    return run.stdout
-
-
-def refuses(*flags, says=(), **kwargs):
-    """One line on stderr that says these things, and nothing half-written left."""
-    run = prepare(*flags, **kwargs)
-    assert run.returncode not in (0, -signal.SIGXFSZ) and run.stderr.count("\n") == 1, run.stderr
-    for part in says:
-        assert part in run.stderr, run.stderr
-
-
-def jsonl(path, texts):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
-
-
-def parquet(path, **columns):
-    pa = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    parquet.write_table(pa.table(columns), path, row_group_size=100)
-    return path
 
 
 def documents(n, seed=0):
@@ -665,389 +619,152 @@ def documents(n, seed=0):
     return [" ".join(draw.choices(words, k=draw.randrange(60))) for _ in range(n)]
 
 
+def write_source(path, texts):
+    """texts as a file of the kind that path's suffix names, or as a folder of parquet files with a config "small"."""
+    from pyarrow import parquet, table
+
+    lines = "".join(json.dumps({"id": n, "text": text}) + "\n" for n, text in enumerate(texts)).encode()
+    data = {".txt": "".join(texts).encode(), ".jsonl": lines, ".gz": gzip.compress(lines)}
+    if path.suffix in data:
+        path.write_bytes(data[path.suffix])
+    elif path.suffix == ".parquet":
+        parquet.write_table(table({"id": list(range(len(texts))), "text": texts}), path, row_group_size=100)
+    else:
+        path.mkdir()
+        config = "configs: [{config_name: small, data_files: [{split: train, path: '*.parquet'}]}]"
+        (path / "README.md").write_text(f"---\n{config}\n---\n")
+        write_source(path / "0.parquet", texts[:150])
+        write_source(path / "1.parquet", texts[150:])
+    return path
+
+
+def prepare(source, out, *flags):
+    prepare_fineweb.main([f"--source={source}", f"--out={out}", "--tokenizer=bytes", "--procs=2", *flags])
+
+
+def refused(*args):
+    with pytest.raises(ValueError) as e:
+        prepare(*args)
+    return str(e.value)
+
+
 def as_bytes(texts):
-    """What the bytes tokenizer must give: 256 begins a document."""
     return [token for text in texts for token in (256, *text.encode())]
 
 
 def tokens_of(folder):
     """An independent reader of the format."""
     tokens = []
-    for n, path in enumerate(sorted(Path(folder).glob("*.bin"), key=lambda path: path.stem[-6:])):
+    for path in sorted(folder.glob("*.bin"), key=lambda path: path.stem[-6:]):
         data = path.read_bytes()
-        magic, version, length, *rest = struct.unpack("<256i", data[:1024])
-        assert path.name == f"finewebedu_{'train' if n else 'val'}_{n:06d}.bin"
-        assert (magic, version, len(rest), any(rest)) == (20240520, 1, 253, False)
-        tokens += struct.unpack(f"<{length}H", data[1024:])
+        assert struct.unpack("<256i", data[:1024]) == (20240520, 1, len(data) // 2 - 512, *[0] * 253)
+        tokens += np.frombuffer(data[1024:], "<u2").tolist()
     return tokens
 
 
-def content(folder):
-    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+def shards_of(folder):
+    return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
 
 
-def gpt2():
-    try:
-        return get_tokenizer("gpt2")
-    except ValueError as e:
-        pytest.skip(str(e))
-
-
-def test_shards_format(tmp_path):
-    texts = documents(300)
-    out = succeeds(f"--source={jsonl(tmp_path / 'a.jsonl', texts)}", f"--out={tmp_path / 'o'}", "--shard_tokens=9000",
-                   "--val_tokens=1e3")  # fmt: skip
-    expected = as_bytes(texts)
-    assert tokens_of(tmp_path / "o") == expected and f"300 documents, {len(expected):,} tokens" in out
-    manifest = load_manifest(tmp_path / "o")
-    assert manifest["tokenizer"] == "bytes" == prepare_fineweb.shards_tokenizer(tmp_path / "o")
-    assert [s["tokens"] for s in manifest["shards"]][:2] == [1000, 9000]
-    assert sum(s["documents"] for s in manifest["shards"]) == 300
-    for s in manifest["shards"]:
-        assert hashlib.sha256((tmp_path / "o" / s["file"]).read_bytes()).hexdigest() == s["sha256"]
-    train = Shards.open(tmp_path / "o", "train")
-    assert train.tokens == len(expected) - 1000
-    for i in range(train.sequences(700)):  # some lie across a seam
-        assert train.sequence(i, 700).tolist() == expected[1000 + 700 * i : 1000 + 700 * i + 701]
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "folder"])
-def test_tokens_are_those_of_tiktoken(tmp_path, kind):
-    encoding, source, texts = gpt2(), tmp_path / f"x.{kind}", ODD + documents(100) + [" ".join(documents(3000))]
-    if kind == "parquet":
-        parquet(source, text=texts)
-    elif kind == "folder":
-        pytest.importorskip("datasets")
-        (source / "data").mkdir(parents=True)
-        configs = "configs:\n- config_name: small\n  data_files:\n  - split: train\n    path: data/*.parquet\n"
-        (source / "README.md").write_text(f"---\n{configs}---\n")
-        for n in range(3):
-            parquet(source / f"data/{n}.parquet", id=list(range(len(texts[n::3]))), text=texts[n::3])
-        texts = texts[0::3] + texts[1::3] + texts[2::3]
-    else:
-        texts += ["\ud800 half a surrogate pair"]
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-        source.write_bytes(gzip.compress(lines) if kind == "jsonl.gz" else lines)
-    succeeds("--tokenizer=gpt2", f"--source={source}", f"--out={tmp_path / 'o'}", "--shard_tokens=5e4")
-    assert tokens_of(tmp_path / "o") == [t for text in texts for t in [50256, *encoding.encode_ordinary(text)]]
-
-
-def test_a_text_file_is_one_document_of_any_size(tmp_path):
-    text = "\ufeff" + "".join(documents(30_000)) + "\r\n\r end\n"  # several blocks
-    (tmp_path / "x.txt").write_bytes(text.encode())
-    succeeds(f"--source={tmp_path / 'x.txt'}", f"--out={tmp_path / 'o'}", "--shard_tokens=2e6")
-    assert tokens_of(tmp_path / "o") == as_bytes([text])
-
-
-def test_rearranged_expression_and_cut_texts_have_the_same_tokens(monkeypatch):
-    encoding, fast, draw = gpt2(), prepare_fineweb.fast_tokenizer("gpt2"), stdlib_random.Random(0)
-    monkeypatch.setattr(prepare_fineweb, "PIECE", 7)
-    parts = [*" \n\t\r\x1c\x85\u00a0\u3000\u2028'aAzé雪ก5½²_-.😀\u0301\u200d\0"]
-    parts += ["  ", "\n\n", "'s", "'ll", " the", "<|endoftext|>"]
-    for _ in range(3000):
-        text = "".join(draw.choices(parts, k=60))
-        ids, error = prepare_fineweb.encode(fast, "", [(0, True, lambda: text)])
-        assert error is None and ids.tolist() == [50256, *encoding.encode_ordinary(text)], repr(text)
-
-
-def test_a_million_spaces(tmp_path):
-    gpt2()  # tiktoken alone gives up on this one
-    (tmp_path / "x.txt").write_text("a" + " " * 3_000_000 + "b c\n" + "x" * 2_000_000)
-    succeeds("--tokenizer=gpt2", f"--source={tmp_path / 'x.txt'}", f"--out={tmp_path / 'o'}")
-    assert tokens_of(tmp_path / "o")[:2] == [50256, 64] and len(tokens_of(tmp_path / "o")) > 3_000_000
-
-
-def test_procs_and_seams_do_not_change_a_byte(tmp_path):
-    source = parquet(tmp_path / "x.parquet", text=documents(2000) + ["long " * 200_000] + documents(2000))
-    for procs in (1, 2):
-        succeeds(f"--source={source}", f"--out={tmp_path / str(procs)}", f"--procs={procs}", "--shard_tokens=5e4")
-    assert content(tmp_path / "1") == content(tmp_path / "2")
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "txt"])
+@pytest.mark.parametrize("kind", ["x.txt", "x.jsonl", "x.jsonl.gz", "x.parquet", "folder"])
 def test_goes_on_after_every_shard(tmp_path, kind):
-    texts, source = documents(3000) + ["long " * 50_000] + documents(3000), tmp_path / f"x.{kind}"
-    if kind == "parquet":
-        parquet(source, text=texts)
-    elif kind == "txt":
-        source.write_text("\n".join(texts))
-    else:
-        lines = jsonl(tmp_path / "lines", texts).read_bytes()
-        source.write_bytes(gzip.compress(lines) if kind == "jsonl.gz" else lines)
-    flags = f"--source={source}", "--shard_tokens=223456", "--val_tokens=1e4"
-    succeeds(*flags, f"--out={tmp_path / 'whole'}")
-    whole = content(tmp_path / "whole")
-    shards = json.loads(whole["manifest.json"])["shards"]
-    for n in (0, 1, len(shards) - 1):
-        # as a SIGKILL leaves it that came after shard n had got its name and before it was in the manifest
+    texts = documents(400) + ["long " * 5000, f"a {EOT} b\r\n\x00 \u2028", ""] + documents(300, seed=1)
+    source, flags = write_source(tmp_path / kind, texts), ("--shard_tokens=2e4", "--val_tokens=3e3", "--name=small")
+    prepare(source, tmp_path / "whole", *flags)
+    whole = shards_of(tmp_path / "whole")
+    tokens = as_bytes(["".join(texts)] if kind == "x.txt" else texts)
+    assert tokens_of(tmp_path / "whole") == tokens
+    train, _, name, _ = prepare_fineweb.load_data(tmp_path / "whole")
+    assert name == "bytes" and train.sequence(20, 999).tolist() == tokens[22_980:23_980]  # across a seam
+    manifest = load_manifest(tmp_path / "whole")
+    shards = manifest["shards"]
+    assert [s["tokens"] for s in shards[:2]] == [3000, 20000]
+    assert sum(s["documents"] for s in shards) == tokens.count(256)
+    for n in range(len(shards)):  # killed after shard n had got its name and before it was in the manifest
         out = tmp_path / f"o{n}"
         out.mkdir()
         for shard in shards[: n + 1]:
             (out / shard["file"]).write_bytes(whole[shard["file"]])
-        left = json.loads(whole["manifest.json"]) | {"source_ended": False, "shards": shards[:n]}
-        (out / "manifest.json").write_text(json.dumps(left))
-        (out / "manifest.tmp").write_text("{")
+        (out / "manifest.json").write_text(json.dumps(manifest | {"source_ended": False, "shards": shards[:n]}))
         (out / "shard.tmp").write_bytes(b"half")
-        succeeds(*flags, f"--out={out}")
-        assert content(out) == whole, n
+        prepare(source, out, *flags)
+        assert shards_of(out) == whole, n
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
-def test_killed_at_random_moments(tmp_path, tokenizer):
-    if tokenizer == "gpt2":
-        gpt2()
-    source, draw = jsonl(tmp_path / "x.jsonl", documents(150_000)), stdlib_random.Random(1)
-    flags = f"--source={source}", f"--tokenizer={tokenizer}", "--shard_tokens=2e5", "--procs=2"
-    began = time.time()
-    succeeds(*flags, f"--out={tmp_path / 'whole'}")
-    seconds, kills = time.time() - began, 0
-    for n in range(20):
-        if kills >= 10:
-            break
-        out = tmp_path / f"o{n}"
-        for _ in range(3):
-            command = [sys.executable, str(HERE / "prepare_fineweb.py"), *flags, f"--out={out}"]
-            run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            time.sleep(draw.uniform(0.2, seconds))
-            run.send_signal(draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
-            kills += run.wait() != 0
-        succeeds(*flags, f"--out={out}")
-        assert content(out) == content(tmp_path / "whole")
-    assert kills >= 10
+def test_exact_number_of_tokens_and_more_of_them_later(tmp_path, capsys):
+    texts, out = documents(400), tmp_path / "o"
+    source = write_source(tmp_path / "x.jsonl", texts)
+    for tokens in (2500, 9000, 12000, 1e9):
+        prepare(source, out, "--shard_tokens=4e3", f"--tokens={tokens}")
+        assert tokens_of(out) == as_bytes(texts)[: int(tokens)]
+    prepare(source, out, "--shard_tokens=4e3")
+    assert "finished before" in capsys.readouterr().out
+    assert "not 10,000" in refused(source, out, "--shard_tokens=4e3", "--tokens=1e4")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_stopped_says_how_to_go_on(tmp_path, number):
-    texts = documents(20_000)
-    flags = f"--source={jsonl(tmp_path / 'x.jsonl', texts)}", f"--out={tmp_path / 'o'}", "--shard_tokens=2e4"
-    command = [sys.executable, str(HERE / "prepare_fineweb.py"), "--tokenizer=bytes", *flags]
-    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    while not (tmp_path / "o" / "finewebedu_train_000001.bin").exists():
-        assert run.poll() is None
-        time.sleep(0.001)
-    run.send_signal(number)
-    err = run.communicate()[1]
-    assert run.returncode == 128 + number and err.count("\n") == 1 and "the same command goes on" in err
-    assert not list((tmp_path / "o").glob("*.tmp"))
-    succeeds(*flags)
-    assert tokens_of(tmp_path / "o") == as_bytes(texts)
+def test_another_source_setting_or_program_is_refused(tmp_path):
+    source, out = write_source(tmp_path / "x.jsonl", documents(200)), tmp_path / "o"
+    prepare(source, out, "--shard_tokens=2e3", "--tokens=5e3")
+    assert "shard_tokens 2000, not 3000" in refused(source, out, "--shard_tokens=3e3")
+    assert "tokenizer bytes, not gpt2" in refused(source, out, "--shard_tokens=2e3", "--tokenizer=gpt2")
+    with open(out / ".lock") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        assert "another run" in refused(source, out, "--shard_tokens=2e3")
+    write_source(source, documents(201))
+    assert "has changed" in refused(source, out, "--shard_tokens=2e3")
+    shard = out / "finewebedu_train_000001.bin"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert "cut or damaged" in refused(source, out, "--shard_tokens=2e3")
+    shard.write_bytes(bytes(2024))
+    assert "is not a token shard" in refused(source, out, "--shard_tokens=2e3")
+    (out / "manifest.json").unlink()
+    assert "not made here" in refused(source, out)
 
 
-def test_exact_number_of_tokens_and_more_of_them_later(tmp_path):
-    texts = documents(400)
-    flags = f"--source={jsonl(tmp_path / 'x.jsonl', texts)}", "--shard_tokens=4e3"
-    for tokens in (2500, 9000, 1e9):
-        succeeds(*flags, f"--out={tmp_path / 'o'}", f"--tokens={tokens}")
-        assert tokens_of(tmp_path / "o") == as_bytes(texts)[: int(tokens)]
-        succeeds(*flags, f"--out={tmp_path / str(tokens)}", f"--tokens={tokens}")
-        assert content(tmp_path / "o") == content(tmp_path / str(tokens))
-    before = content(tmp_path / "o")
-    assert "finished" in succeeds(*flags, f"--out={tmp_path / 'o'}", "--tokens=1e9")
-    refuses(*flags, f"--out={tmp_path / 'o'}", "--tokens=1e4", says=["more than --tokens=10,000"])
-    assert content(tmp_path / "o") == before
-
-
-def test_a_folder_of_something_else_is_left_alone(tmp_path):
-    source, out = jsonl(tmp_path / "x.jsonl", documents(200)), tmp_path / "o"
-    flags = f"--source={source}", f"--out={out}"
-    out.mkdir()
-    (out / "finewebedu_val_000000.bin").write_bytes(b"theirs")
-    refuses(*flags, says=["not written by this program"])
-    assert content(out) == {"finewebedu_val_000000.bin": b"theirs"}
-    (out / "finewebedu_val_000000.bin").unlink()
-    succeeds(*flags, "--shard_tokens=1e4")
-    refuses(*flags, "--shard_tokens=2e4", says=["shard_tokens 10000, not 20000"])
-    refuses(*flags, "--shard_tokens=1e4", "--tokenizer=gpt2", says=["tokenizer bytes, not gpt2"])
-    shard = out / "finewebedu_train_000002.bin"
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:-1])
-    refuses(*flags, "--shard_tokens=1e4", says=[str(shard), "cut or damaged"])
-    shard.unlink()
-    succeeds(*flags, "--shard_tokens=1e4")
-    assert shard.read_bytes() == whole
-    jsonl(source, documents(201))
-    refuses(*flags, "--shard_tokens=1e4", says=["revision"])
-    lock = os.open(out, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    refuses(*flags, says=["another run"])
-    os.close(lock)
-    (out / "manifest.json").write_text('{"source"')
-    refuses(*flags, says=["manifest.json is damaged"])
-
-
-LINES = b'{"text": "one"}\n{"text": "two"}\n'
-BAD = [  # a source's name and content, what the line must say
-    ("empty.jsonl", b"", "has no documents"),
-    ("empty.txt", b"", "has no documents"),
-    ("empty.parquet", b"", "empty.parquet"),
-    ("rows.parquet", {"text": []}, "has no documents"),
-    ("broken.jsonl", LINES + b'{"text": "thr\n', "row 3: Invalid control character"),
-    ("list.jsonl", LINES + b"[1]\n", "row 3: no field text"),
-    ("field.jsonl", LINES + b'{"body": "x"}\n', "row 3: no field text"),
-    ("null.jsonl", LINES + b'{"text": null}\n', "row 3: text is NoneType, not a string"),
-    ("utf8.jsonl", LINES + b'{"text": "\xff"}\n', "row 3: 'utf-8' codec can't decode byte 0xff"),
-    ("utf8.txt", b"a" * 2_000_000 + b"\xff", "byte 2,000,000 is not UTF-8"),
-    ("cut.txt", "雪".encode()[:2], "unexpected end of data"),
-    ("word.txt", b"a" * 6_000_000, "characters without a space"),
-    ("cut.jsonl.gz", gzip.compress(LINES)[:-9], "cut.jsonl.gz"),
-    ("not.jsonl.gz", LINES, "Not a gzipped file"),
-    ("broken.parquet", b"PAR1" + bytes(100) + b"PAR1", "broken.parquet"),
-    ("body.parquet", {"body": ["x"], "id": ["y"]}, "no column text, only body, id"),
-    ("int.parquet", {"text": [1, 2]}, "row 1: text is int, not a string"),
-    ("null.parquet", {"text": ["x"] * 300 + [None]}, "row 301: text is NoneType, not a string"),
-    ("missing.parquet", None, "there is no file"),
-    ("x.csv", b"text\n", "only .parquet"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name, data, says", BAD, ids=[name for name, *_ in BAD])
-def test_bad_source(tmp_path, name, data, says):
-    if isinstance(data, dict):
-        parquet(tmp_path / name, **data)
-    elif data is not None:
-        (tmp_path / name).write_bytes(data)
-    flags = {"source": str(tmp_path / name), "shard_tokens": 4, "val_tokens": 4, "tokenizer": "bytes", "procs": 1}
-    (tmp_path / "o").mkdir()
-    with pytest.raises(ValueError) as e:  # which main() prints: the tests around this one see it there
-        prepare_fineweb.prepare(Namespace(**flags, name=None, tokens=math.inf, pretokenized=False), tmp_path / "o")
-    assert says in str(e.value) and name in str(e.value)
-    if says.startswith("row 3:"):  # the shards before the error are there
-        assert tokens_of(tmp_path / "o") == as_bytes(["one", "two"])
-
-
-def test_broken_parquet_keeps_the_shards_before(tmp_path):
-    pa, texts = pytest.importorskip("pyarrow"), documents(400)
-    flags = f"--source={tmp_path / 'x.parquet'}", "--shard_tokens=1e3"
-    parquet(tmp_path / "x.parquet", text=pa.array([t.encode() for t in texts] + [b"\xff"]).view(pa.string()))
-    refuses(*flags, f"--out={tmp_path / 'utf8'}", says=["row 401: 'utf-8' codec can't decode byte 0xff"])
-    whole = parquet(tmp_path / "x.parquet", text=texts).read_bytes()
-    middle = len(whole) // 2
-    (tmp_path / "x.parquet").write_bytes(whole[: middle - 3000] + bytes(3000) + whole[middle:])
-    refuses(*flags, f"--out={tmp_path / 'page'}", says=["x.parquet: "])
-    for folder in ("utf8", "page"):
-        done = tokens_of(tmp_path / folder)
-        assert done and done == as_bytes(texts)[: len(done)]
-
-
-def test_bad_folder_config_and_network(tmp_path):
-    pytest.importorskip("datasets")
-    (tmp_path / "empty").mkdir()
-    refuses(f"--source={tmp_path / 'empty'}", f"--out={tmp_path / 'o'}", says=["any data files"])
-    (tmp_path / "hub").mkdir()
-    (tmp_path / "hub" / "README.md").write_text(
-        "---\nconfigs:\n- config_name: small\n  data_files:\n  - split: test\n    path: x.jsonl\n---\n"
-    )
-    jsonl(tmp_path / "hub" / "x.jsonl", ["x"])
-    out, offline = f"--out={tmp_path / 'o'}", os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    refuses(f"--source={tmp_path / 'hub'}", "--name=large", out, says=["large", "small"])
-    refuses(f"--source={tmp_path / 'hub'}", "--name=small", out, says=["no split train, only test"])
-    refuses("--source=nobody/nothing", out, says=["nobody/nothing"], env=offline)
-    refuses("--tokenizer=gpt2", "--pretokenized", out, says=["finewebedu_val_000000.bin"], env=offline)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flag", ["--name=sample-10BT", "--pretokenized"])
-def test_no_network(tmp_path, flag):
-    pytest.importorskip("datasets")
-    nowhere = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    refuses("--tokenizer=gpt2", flag, f"--out={tmp_path / 'o'}", says=["can't"], env=nowhere)  # after 23 s of retries
-
-
-def test_unwritable_folder_and_full_disk(tmp_path):
-    texts = documents(1000)
-    (tmp_path / "file").write_text("")
-    flags = f"--source={jsonl(tmp_path / 'x.jsonl', texts)}", "--shard_tokens=1e4"
-    refuses(*flags, f"--out={tmp_path / 'file' / 'o'}", says=["Not a directory", "file/o"])
-
-    def small_disk():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
-
-    out = tmp_path / "o"
-    refuses(*flags, "--val_tokens=2e3", "--shard_tokens=2e4", f"--out={out}", says=["no room", "40,000 bytes"],
-            preexec_fn=small_disk)  # fmt: skip
-    assert tokens_of(out) == as_bytes(texts)[:2000]
-    succeeds(*flags, "--val_tokens=2e3", "--shard_tokens=2e4", f"--out={out}")
-    assert tokens_of(out) == as_bytes(texts)
-
-
-@pytest.mark.parametrize("flag", ["--tokens=0", "--tokens=1.5", "--shard_tokens=3e9", "--procs=x", "--tokenizer=gpt3",
-                                  "--pretokenized", "--token=5"])  # fmt: skip
-def test_bad_flags(flag):
-    refuses(flag, says=["prepare_fineweb.py"])
-
-
-@pytest.mark.parametrize("data, says", [
-    (bytes(1024), "is not a token shard"),
-    (struct.pack("<256i", 20240520, 2, *[0] * 254), "is not a token shard"),
-    (struct.pack("<256i", 20240520, 1, 3, *[0] * 253) + bytes(5), "cut or damaged"),
-    (b"short", "is not a token shard"),
+@pytest.mark.parametrize("name, data, says", [
+    ("no.txt", b"\xff", "'utf-8' codec can't decode byte 0xff"),
+    ("cut.jsonl.gz", gzip.compress(b'{"text": "one"}\n')[:-9], "Compressed file ended"),
+    ("null.jsonl", b'{"text": "one"}\n{"text": null}\n', "'None' is not an instance of 'str'"),
+    ("field.jsonl", b'{"body": "x"}\n', "has no column text"),
+    ("broken.parquet", b"PAR1" + bytes(100) + b"PAR1", "broken.parquet: "),
 ])  # fmt: skip
-def test_foreign_and_cut_shards(tmp_path, data, says):
-    (tmp_path / "finewebedu_train_000001.bin").write_bytes(data)
-    with pytest.raises(ValueError, match=says):
-        Shards.open(tmp_path, "train")
+def test_bad_source(tmp_path, name, data, says):
+    (tmp_path / name).write_bytes(data)
+    message = refused(tmp_path / name, tmp_path / "o")
+    assert name in message and says in message and "\n" not in message
 
 
-def test_pretokenized(tmp_path):
-    pytest.importorskip("huggingface_hub")
-    made, out = tmp_path / "made", tmp_path / "o"
-    succeeds(f"--source={jsonl(tmp_path / 'x.jsonl', documents(200))}", f"--out={made}", "--shard_tokens=2000")
-    there = sorted(made.glob("*.bin"), key=lambda path: path.stem[-6:])
-    stub = f"""
-import shutil, sys, huggingface_hub, prepare_fineweb
-from huggingface_hub.errors import EntryNotFoundError
-def download(repo_id, filename, *, repo_type, revision, local_dir):
-    assert (repo_id, repo_type) == ("kjj0/finewebedu10B-gpt2", "dataset")
-    print("fetched", filename)
-    try:
-        return shutil.copy("{made}/" + filename, local_dir)
-    except FileNotFoundError:
-        raise EntryNotFoundError("404")
-huggingface_hub.hf_hub_download = download
-prepare_fineweb.main()
-"""
+def test_no_network(tmp_path):
+    command = [sys.executable, HERE / "prepare_fineweb.py", "--source=nobody/nothing", "--tokenizer=bytes", "--out=o"]
+    offline = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=offline)
+    assert run.returncode == 1 and run.stderr.count("\n") == 1 and "nobody/nothing" in run.stderr, run.stderr
 
-    def fetch(*flags):
-        command = [sys.executable, "-c", stub, "--pretokenized", f"--out={out}", *flags]
-        return subprocess.run(command, capture_output=True, text=True, cwd=HERE)
 
-    run = fetch("--tokens=3e3")
-    assert run.returncode == 0 and run.stdout.count("fetched") == 2 and "4,000 tokens" in run.stdout, run.stderr
-    assert fetch("--tokens=3e3").stdout.count("fetched") == 0
-    good = there[2].read_bytes()
-    there[2].write_bytes(good[:-2])
-    run = fetch()
-    assert run.returncode == 1 and "cut or damaged" in run.stderr and run.stderr.count("\n") == 1
-    there[2].write_bytes(good)
-    assert fetch().stdout.count("fetched") == len(there) - 2 + 1 and "finished" in fetch().stdout
-    assert tokens_of(out) == tokens_of(made) and prepare_fineweb.shards_tokenizer(out) == "gpt2"
-    refuses("--source=other/set", "--tokenizer=gpt2", "--pretokenized", f"--out={out}", says=["source"])
+def test_pretokenized(tmp_path, monkeypatch):
+    hub, made, out = pytest.importorskip("huggingface_hub"), tmp_path / "made", tmp_path / "o"
+    prepare(write_source(tmp_path / "x.jsonl", documents(200)), made, "--shard_tokens=2e3")
+    monkeypatch.setattr(hub, "list_repo_files", lambda repo, repo_type: ["README.md", *os.listdir(made)])
+    monkeypatch.setattr(hub, "hf_hub_download", lambda repo, name, local_dir, **_: shutil.copy(made / name, local_dir))
+    prepare_fineweb.main(["--pretokenized", f"--out={out}", "--tokens=3e3"])
+    assert tokens_of(out) == tokens_of(made)[:4000]
+    prepare_fineweb.main(["--pretokenized", f"--out={out}"])
+    assert shards_of(out) == shards_of(made) and prepare_fineweb.load_data(out)[2] == "gpt2"
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_source(tmp_path):
-    (tmp_path / "x.txt").write_text("A line of a very long text, one of many.\n" * 10_000_000)
-    parquet(tmp_path / "x.parquet", text=["short", "word " * 20_000_000, "short"])
-    for source in ("x.txt", "x.parquet"):
-        command = [sys.executable, str(HERE / "prepare_fineweb.py"), f"--source={tmp_path / source}", "--procs=2"]
-        run = subprocess.Popen([*command, f"--out={tmp_path / source}.d"], stdout=subprocess.DEVNULL)
-        _, status, usage = os.wait4(run.pid, 0)  # there are threads, so this is the whole tree
-        assert status == 0 and usage.ru_maxrss < 1.5e6
-
-
-@pytest.mark.slow
-def test_stand_in(tmp_path):
-    encoding = gpt2()
-    if not STAND_IN.exists():
-        pytest.skip(f"{STAND_IN} is not there: the data beside the project")
-    flags = f"--source={STAND_IN}", "--name=sample-10BT", "--val_tokens=1e6", "--shard_tokens=5e6", f"--out={tmp_path}"
-    assert "5,993 documents, 20,349,806 tokens, 5 shards" in succeeds("--tokenizer=gpt2", *flags)
-    pq = pytest.importorskip("pyarrow.parquet")
-    texts = [t for path in sorted(STAND_IN.rglob("*.parquet")) for t in pq.read_table(path)["text"].to_pylist()[:20]]
-    tokens = np.concatenate([read_shard(path) for path in sorted(tmp_path.glob("*.bin"), key=lambda p: p.stem[-6:])])
-    first = [t for text in texts[:20] for t in [50256, *encoding.encode_ordinary(text)]]
-    assert tokens[: len(first)].tolist() == first
+@pytest.mark.skipif(not STAND_IN.exists(), reason="the data beside the project is not there")
+def test_killed_at_random_moments_and_little_memory(tmp_path):
+    flags = ["--source", STAND_IN, "--name=sample-10BT", "--shard_tokens=5e5", "--procs=2", "--out"]
+    command = [sys.executable, HERE / "prepare_fineweb.py", *flags]
+    _, status, usage = os.wait4(subprocess.Popen([*command, tmp_path / "whole"]).pid, 0)
+    assert status == 0 and usage.ru_maxrss < 600e3
+    for seconds in (0.5, 2, 3, 4):
+        with suppress(subprocess.TimeoutExpired):  # which comes with a SIGKILL
+            subprocess.run([*command, tmp_path / "killed"], timeout=seconds)
+    subprocess.run([*command, tmp_path / "killed"], check=True)
+    assert shards_of(tmp_path / "killed") == shards_of(tmp_path / "whole")
+    assert sum(map(len, shards_of(tmp_path / "whole").values())) == 2 * 20_349_806 + 41 * 1024
 
 
 # ---- training
