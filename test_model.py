@@ -37,6 +37,7 @@ import model as model_module
 import prepare_fineweb
 import sample
 import train
+from experiments import ablations, recall
 from model import ATTENTION, GPT, KERNELS, GPTConfig, Linear, next_token, phi, pick_kernel, rotate
 from prepare_fineweb import EOT, Shards, get_tokenizer, load_manifest
 
@@ -1001,65 +1002,6 @@ def test_compiled_training_has_one_graph_to_train_and_one_to_evaluate(tmp_path, 
     assert len(graphs) == 2
 
 
-def fake_run(folder, attn, seed, losses, steps=100, reached=100, **more):
-    head = {k: None for k in train.IDENTITY} | dict(attn=attn, seed=seed, steps=steps, n_head=4, lr=1e-3, device_name="x") | more
-    mean = sum(losses) / len(losses)
-    rows = [dict(step=0, tokens=0, val_loss=5.0, sample="Once upon a time", tok_per_s=None)]
-    rows += [dict(step=reached, tokens=1000 * reached, val_loss=mean, val_losses=losses, sample="Once upon a time x|y",
-                  tok_per_s=100.0, peak_memory=2**30) | {"lambda": [0.2, 0.4]}]  # fmt: skip
-    folder.mkdir(parents=True)
-    (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [head, *rows]))
-
-
-def test_a_loss_finds_the_softmax_of_its_size(tmp_path, capsys):
-    fake_run(tmp_path / "a", "softmax", 1, [1.0, 1.0], n_head=8)
-    fake_run(tmp_path / "b", "softmax", 1, [3.0, 3.0], n_head=4)
-    fake_run(tmp_path / "c", "diff", 1, [2.5, 2.5], n_head=4)
-    bench.main(["loss", str(tmp_path), f"--out={tmp_path / 'bench'}"])
-    assert "| diff n_head4 | 1 of 1 | 2.500 | -0.500 | -0.500 ± 0.000 |" in capsys.readouterr().out
-
-
-def test_bench_loss_by_hand(tmp_path, capsys):
-    for seed, softmax, diff in ((1, [1.0, 3.0], [1.5, 3.5]), (2, [2.0, 4.0], [2.1, 4.5])):
-        fake_run(tmp_path / f"a{seed}", "softmax", seed, softmax)
-        fake_run(tmp_path / f"b{seed}", "diff", seed, diff)
-    fake_run(tmp_path / "c1", "linear", 1, [2.0, 3.0])
-    fake_run(tmp_path / "c2", "linear", 2, [2.0, 3.0], reached=60)
-    fake_run(tmp_path / "d1", "diff_linear", 1, [9.0, 9.0])
-    fake_run(tmp_path / "e1", "diff", 1, [0.9, 2.9], lr=2e-3)
-    fake_run(tmp_path / "e2", "diff", 2, [0.1, 0.1], lr=4e-3)  # best of all, but one seed of two
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty/log.jsonl").touch()
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad/log.jsonl").write_text("{}\n{}\n")
-    bench.main(["loss", str(tmp_path), f"--out={tmp_path / 'bench'}"])
-    said = capsys.readouterr().out
-    # softmax: 2 and 3; diff - softmax: 0.5 and 0.3 by seed; 0.3 and 0.5 by sequence, each the mean over the seeds
-    assert "| softmax lr0.001 | 2 of 2 | 2.500 ± 0.707 | – | – | 100,000 | 100 | 1.00 GiB |" in said.replace("lr1e-3", "lr0.001")
-    assert "| 2 of 2 | 2.900 ± 0.566 | 0.400 ± 0.100 | 0.400 ± 0.100 |" in said
-    assert "| 1 of 2 | 2.500 | 0.500 | 0.500 ± 0.500 |" in said  # linear: one seed, two sequences
-    assert "interrupted, at step 60 of 100" in said and "never began" in said and "diff_linear lr1e-3, seed 2 | missing" in said
-    best = said.split("own best")[1]
-    assert "| diff | 0.001 (at the edge) | 2 of 2 | 2.900 ± 0.566 | 0.400 ± 0.100 | 0.400 ± 0.100 |" in best
-    assert "line 1 of" in said and "is damaged" in said
-    assert "x\\|y" in said
-    tables = json.loads((tmp_path / "bench/loss.json").read_text())["tables"]
-    assert next(iter(tables.values()))[0]["val loss"] == [2.5, pytest.approx(0.5**0.5)]
-    with pytest.raises(SystemExit) as e:
-        bench.main(["loss", str(tmp_path / "empty"), f"--out={tmp_path / 'bench'}"])
-    assert "no runs" in e.value.code
-
-
-def test_ablations_are_the_rows_of_table_6(tmp_path, capsys):
-    bench.main(["ablations", "--seed=1", *LOUD, "--steps=2", "--n_head=4", f"--out={tmp_path}"])
-    rows = json.loads((tmp_path / "ablations.json").read_text())["tables"].popitem()[1]
-    assert [(r["heads"], r["d"], r["norm"]) for r in rows] == [(4, 8, "no"), (2, 16, "no"), (2, 16, "yes"), (2, 8, "yes"),
-                                                               (2, 8, "no"), (2, 8, "yes"), (2, 8, "yes")]  # fmt: skip
-    assert len({r["val loss"][0] for r in rows}) == 7 and rows[0]["− softmax, by seed"] is None
-    heads = [json.loads((tmp_path / f"table6-row{i}-seed1/log.jsonl").read_text().splitlines()[0]) for i in range(1, 8)]
-    assert [h["lambda_init"] for h in heads] == [None] * 5 + [0.8, 0.5]
-
-
 # ---- kernels, speed and decode
 
 
@@ -1184,114 +1126,6 @@ def test_a_kernel_that_cannot_run_or_is_wrong_is_an_error(monkeypatch):
 
 
 
-MINI = ["--n_layer=1", "--n_embd=32", "--n_head=2", "--device=cpu", "--repeats=2"]
-
-
-def test_bench_speed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "ENOUGH", 0)
-    pytest.importorskip("matplotlib")
-    bench.main(["speed", *MINI, "--T=16,32", "--train_T=16", "--batch_size=2", "--kernel=auto,cudnn", f"--out={tmp_path}"])
-    shown = capsys.readouterr().out
-    assert "softmax: kernel sdpa" in shown and sorted(os.listdir(tmp_path)) == ["speed.json", "speed.md", "speed.png"]
-    made = json.loads((tmp_path / "speed.json").read_text())
-    arms = [("softmax", "sdpa"), ("softmax", "cudnn"), ("diff", "sdpa"), ("diff", "cudnn")] + [(a, "chunks") for a in LINEAR]
-    alone, step = made["tables"].values()
-    assert [(r["T"], r["arm"], r["kernel"]) for r in alone] == [(T, *arm) for T in (16, 32) for arm in arms]
-    assert [(r["arm"], r["kernel"]) for r in step] == arms
-    for row in alone + step:
-        if row["kernel"] == "cudnn":
-            assert "needs a CUDA device" in row["Fwd + Bwd tokens/s"]
-        else:
-            assert all(math.isfinite(row[f"{what} / softmax"][0]) for what in ("Fwd", "Fwd + Bwd"))
-            assert row["arm"] != "softmax" or row["Fwd / softmax"] == row["Fwd + Bwd / softmax"] == [1, 0]
-    assert all(len(t["seconds"]) == 2 and min(t["seconds"]) > 0 for t in made["timings"])
-    assert {"device", "torch", "dtype", "batch", "date"} <= made["about"].keys()
-
-
-def test_bench_speed_says_what_ran_out_of_memory(tmp_path, monkeypatch, capsys):
-    def greedy(args, size, attn, kernel, B, T):
-        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate …")
-
-    monkeypatch.setattr(bench, "training_step", greedy)
-    bench.main(["speed", *MINI, "--T=16", "--train_T=16", "--batch_size=1", "--arms=linear", f"--out={tmp_path}"])
-    assert "| 16 | linear | chunks | out of memory |" in capsys.readouterr().out
-
-
-def test_bench_profile(capsys):
-    bench.main(["speed", *MINI, "--train_T=16", "--batch_size=1", "--arms=softmax,linear", "--profile"])
-    shown = capsys.readouterr().out
-    assert "softmax, sdpa" in shown and "linear, chunks" in shown and shown.count("Self CPU time total") == 2
-
-
-def test_bench_decode(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "ENOUGH", 0)
-    pytest.importorskip("matplotlib")
-
-    def recomputing(args, preset):
-        torch.set_num_threads(1)
-        if preset == "gpt2":
-            raise RuntimeError("no compiler")
-        return {"ratio": 1.0}
-
-    threads = torch.get_num_threads()
-    monkeypatch.setattr(bench, "recomputing", recomputing)
-    monkeypatch.setattr(bench, "few_threads", lambda model, device: None)
-    bench.main(["decode", *MINI, "--T=16,32", "--num_samples=1,3", "--recompute=toy,gpt2", f"--out={tmp_path}"])
-    assert sorted(os.listdir(tmp_path)) == ["decode.json", "decode.md", "decode.png"]
-    made = json.loads((tmp_path / "decode.json").read_text())
-    C, d = 32, 16  # one layer, float32
-    for row in made["measured"]:
-        linear = {"linear": C * d + C, "diff_linear": 2 * C * d + C}  # S, twice as many features each; and Z
-        assert row["state_bytes"] == 4 * linear.get(row["arm"], 2 * row["context"] * C) and row["tokens_per_s"] > 0
-    assert len(made["measured"]) == 2 * 2 * 4
-    assert made["tables"]["against recomputing the context for every token"] == [
-        {"model": "toy", "ratio": 1.0}, {"model": "gpt2", "sampler tokens/s": "no compiler"}
-    ]  # fmt: skip
-    assert torch.get_num_threads() == threads
-
-
-def test_bench_decode_of_what_has_no_room(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    bench.main(["decode", *MINI, "--T=16", "--num_samples=1e12", "--recompute=none", "--arms=linear", f"--out={tmp_path}"])
-    assert "| linear | out of memory |" in capsys.readouterr().out and len(os.listdir(tmp_path)) == 3
-
-
-def test_bench_sets_the_sampler_beside_recomputing(monkeypatch):
-    monkeypatch.setitem(train.PRESETS, "toy", dict(n_layer=1, n_head=2, n_embd=16))
-    args = Namespace(device=torch.device("cpu"), dtype="float32", compile=False, flash=True, autocast=nullcontext())
-    row = bench.recomputing(args, "toy")
-    assert row["recomputation timed"] == "at 50 of 500 lengths" and row["context"] == "1 to 500"
-    assert row["ratio"] == pytest.approx(row["sampler tokens/s"] / row["recomputing tokens/s"])
-
-
-def test_bench_crossing():
-    assert bench.crossing([256, 1024], [0.5, 2.0]) == pytest.approx(512)
-    assert bench.crossing([256, 1024], [1.5, 2.0]) is None and bench.crossing([256, 1024], [0.5, 0.9]) is None
-    assert bench.crossing([256], [2.0]) is None
-
-
-def test_a_result_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypatch, capsys):
-    bench.publish(tmp_path, "x", dict(run=1), {"a table": [dict(a=1.5)]}, lambda figure: figure.subplots().plot([1, 2]))
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert set(before) == {"x.md", "x.json", "x.png"}
-    real = Path.write_bytes
-
-    def full(path, content):
-        if ".png" in path.name:
-            raise OSError(28, "No space left on device")
-        return real(path, content)
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OSError):
-        bench.publish(tmp_path, "x", dict(run=2), {"a table": [dict(a=2.5)]}, lambda figure: figure.subplots().plot([2, 1]))
-    assert "| 2.5 |" in capsys.readouterr().out
-    assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    monkeypatch.setattr(Path, "write_bytes", real)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it were not installed
-    bench.publish(tmp_path, "x", dict(run=3), {"a table": [dict(a=3.5)]}, lambda figure: figure.subplots().plot([2, 1]))
-    assert not (tmp_path / "x.png").exists() and "pip install matplotlib" in capsys.readouterr().out
-
-
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
@@ -1340,7 +1174,101 @@ def test_cuda_graph_of_a_step_equals_eager(attn):
     assert (eager == compiled).float().mean() > 0.9  # another order of sums may turn a near tie
 
 
-# ---- the paper's measurements
+# ---- bench.py and experiments
+
+MINI = [f"--{key}={value}" for key, value in dict(n_layer=1, n_head=4, n_embd=32, block_size=32, batch_size=2,
+        total_batch=64, steps=2, eval_tokens=256, device="cpu").items()]  # fmt: skip
+
+
+def measured(verb, *flags, out="."):
+    """The rows of the tables that a verb wrote. The other two forms are there."""
+    bench.main([verb, f"--out={out}", *flags])
+    assert Path(out, f"{verb}.png").stat().st_size > 1000 and Path(out, f"{verb}.md").read_text().count("|") > 10
+    return list(json.loads(Path(out, f"{verb}.json").read_text())["tables"].values())
+
+
+def fake_run(folder, attn, seed, loss, steps=100, reached=100, **more):
+    head = dict(attn=attn, seed=seed, steps=steps, n_head=4, lr=1e-3) | more
+    rows = [head, dict(step=reached // 2, tokens=500 * reached, val_loss=loss + 1)]
+    rows.append(dict(step=reached, tokens=1000 * reached, val_loss=loss, tok_per_s=100.0))
+    folder.mkdir(parents=True)
+    (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_bench_loss_by_hand(tmp_path, capsys):
+    for seed, softmax, diff in ((1, 2.0, 2.5), (2, 3.0, 3.3)):
+        fake_run(tmp_path / f"a{seed}", "softmax", seed, softmax)
+        fake_run(tmp_path / f"b{seed}", "diff", seed, diff)
+        fake_run(tmp_path / f"c{seed}", "linear", seed, 2.5, reached=100 if seed == 1 else 60)
+        fake_run(tmp_path / f"decay{seed}", "softmax", seed, 1.0, decay=True)
+    fake_run(tmp_path / "half", "softmax", 1, 9.0, n_head=2)
+    fake_run(tmp_path / "e2", "diff", 2, 0.1, lr=0.00400000001)  # best of all, but one seed of two
+    table, best, others = measured("loss", str(tmp_path), out=tmp_path / "bench")
+    rows = {row["attn"]: row for row in table}
+    # softmax: 2 and 3; diff - softmax: 0.5 and 0.3, not compared with half the heads or another mask
+    plain = rows["softmax n_head4 nodecay lr1e-3"]
+    assert plain["runs"] == "2 of 2" and plain["val loss"] == [2.5, pytest.approx(0.5**0.5)] and plain["tok/s"] == 100
+    assert plain["− softmax"] == [None, None] and plain["tokens"] == 100_000
+    assert rows["diff n_head4 nodecay lr1e-3"]["− softmax"] == pytest.approx([0.4, 0.1])
+    linear = rows["linear n_head4 nodecay lr1e-3"]
+    assert linear["runs"] == "1 of 2" and linear["− softmax"] == [0.5, None]
+    assert len(rows) == 6 and {"softmax n_head4 decay lr1e-3", "diff n_head4 nodecay lr4.00000001e-3"} < rows.keys()
+    (mine,) = (row for row in best if row["attn"] == "diff n_head4 nodecay")
+    assert mine["rate"] == "0.001 (at the edge)" and mine["− softmax"] == pytest.approx([0.4, 0.1])
+    said = {Path(row["run"]).name: row["status"] for row in others}
+    assert said == {"c2": "stopped at step 60 of 100"}
+    assert "| 0.400 ± 0.100 |" in capsys.readouterr().out
+
+
+def test_loss_curves_show_what_differs(tmp_path):
+    for name, final in (("softmax", 1.0), ("diff", 1.5)):
+        fake_run(tmp_path / name, name, 1, final)
+    _, evals, _ = bench.read_runs([tmp_path])
+    axes = bench.loss_curves(evals).axes[0]
+    bottom, top = axes.get_ylim()  # after a tenth the two are 0.5 apart
+    assert 0.9 < bottom < 1 and 2 < top < 2.2 and axes.get_xscale() == "log"
+
+
+def test_a_result_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypatch, capsys):
+    import pandas as pd
+
+    def publish(number):
+        df = pd.DataFrame(dict(seed=["1"], attn=["diff"], x=[1], y=[number]))
+        bench.publish(tmp_path, "x", dict(run=1), {"a table": df}, bench.plot(df, "x", "y"))
+
+    def full(figure, *args, **how):
+        raise OSError(28, "No space left on device")
+
+    publish(1.5)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert set(before) == {"x.md", "x.json", "x.png"}
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    with pytest.raises(OSError):
+        publish(2.5)
+    assert "| 2.5 |" in capsys.readouterr().out
+    assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+def test_bench_speed_and_decode(tmp_path, monkeypatch):
+    monkeypatch.setitem(train.PRESETS, "toy", dict(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=2))
+    flags = ["--preset=toy", "--device=cpu", "--repeats=1", "--T=16"]
+    (rows,) = measured("speed", *flags, "--kernel=auto,cudnn", out=tmp_path)
+    kernels = ["sdpa", "cudnn", "sdpa", "cudnn", "chunks", "chunks"]
+    assert [row["kernel"] for row in rows] == kernels * 2  # attention alone, training step
+    for row in rows:
+        if row["kernel"] == "cudnn":
+            assert "needs a CUDA device" in row["failed"] and row["fwd, tokens/s"] is None
+        else:
+            assert row["fwd + bwd, tokens/s"] > 0 and row["fwd, × row 1"][0] > 0 and row["failed"] is None
+    earlier = (tmp_path / "speed.md").read_bytes()
+    with pytest.raises(ValueError, match="nothing could be timed: .*needs a CUDA device"):
+        bench.main(["speed", *flags, "--arms=softmax", "--kernel=cudnn", f"--out={tmp_path}"])
+    assert (tmp_path / "speed.md").read_bytes() == earlier
+    (rows,) = measured("decode", *flags, "--num_samples=1,3", out=tmp_path)
+    state = {"linear": 32 * 16 + 32, "diff_linear": 2 * 32 * 16 + 32}  # S, twice as many features each; and Z
+    for row in rows:
+        assert row["bytes of state a sequence"] == 4 * state.get(row["attn"], 2 * 16 * 32)
+        assert row["tokens/s"] > 0 and (row["× recomputing"] is None) == (row["sequences"] == 3)
 
 
 def unigram(model, likely, by=3.0):
@@ -1356,89 +1284,41 @@ def unigram(model, likely, by=3.0):
     return model
 
 
-def unigram_loss(likely, by=3.0, vocab_size=257):
-    """The loss of a likely byte and of another one."""
-    other = math.log(vocab_size - len(likely) + len(likely) * math.exp(by))
-    return other - by, other
+OTHER = math.log(256 + math.exp(3.0))  # the loss of a byte that is not likely; a likely one has 3 less
 
 
-def checkpoint(model, val, run=None):
-    """c.pt of a model of bytes in the working directory, with a data set x.txt whose last tenth is val."""
+def checkpoint(model, val, path="c.pt", **run):
+    """A checkpoint in the working directory of a model of bytes, with a data set x.txt whose last tenth is val."""
     Path("x.txt").write_text("z" * (9 * len(val) - 1) + val)
     what = prepare_fineweb.load_data(Path("x.txt"))[3]
-    model.save("c.pt", tokenizer="bytes", step=1, run=what | (run or {}))
-
-
-def measured(verb, *flags):
-    """What a verb wrote for c.pt: the JSON. The other two forms are there."""
-    bench.main([verb, "--ckpt=c.pt", "--device=cpu", "--out=.", *flags])
-    assert Path(f"{verb}.png").stat().st_size > 1000 and Path(f"{verb}.md").read_text().count("|") > 10
-    return json.loads(Path(f"{verb}.json").read_text())
-
-
-def first_table(found):
-    return next(iter(found["tables"].values()))
-
-
-def test_scores_are_looked_at_and_given_back():
-    model, idx, seen = tiny("diff"), torch.randint(97, (2, 20), generator=seeded(0)), []
-    before = model(idx, idx)[0]
-    with bench.through_scores(model, lambda depth, S: seen.append((depth, S.shape)) or S):
-        assert torch.allclose(model(idx, idx)[0], before, atol=1e-5)
-    assert seen == [(0, (2, 4, 20, 20)), (1, (2, 4, 20, 20))]
-    assert all(block.attn.flash and "scores" not in vars(block.attn) for block in model.blocks)
-    maps = bench.attention_maps(model, idx)
-    assert len(maps) == 2 and torch.equal(maps[0], model.blocks[0].attn.map(model.blocks[0].norm1(model.wte(idx))))
-    assert not any(block.attn._forward_pre_hooks for block in model.blocks)
-
-
-def test_ngrams_that_repeat():
-    pairs = bench.ngrams(np.array([[1, 2, 3, 1, 2, 3, 3, 3, 3]]), 2, 10)
-    assert pairs.tolist() == [[12, 23, 31, 12, 23, 33, 33, 33]]
-    assert np.flatnonzero(bench.seen_before(pairs)).tolist() == [3, 4, 6, 7]
-    wide = bench.ngrams(np.array([255, 0, 256, 1, 2], "<u2"), 5, 257)
-    assert wide.tolist() == [255 * 257**4 + 256 * 257**2 + 257 + 2]
-    text = np.array([1, 2] * 6 + [3, 4, 3, 4, 5])  # of 16 pairs 12 is there 6 times, 21 5, the others once or twice
-    frequent, k = bench.frequent_ngrams(text, 2, 10)
-    assert frequent.tolist() == [12] and k == 5  # with 21 they would be more than half
+    model.save(path, tokenizer="bytes", step=1, run=what | dict(seed=1) | run)
 
 
 def test_slices(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     checkpoint(unigram(tiny("softmax", vocab_size=257, block_size=29), b"f"), "abcdefghijabcdefghij0123456789")
-    (row,) = first_table(measured("slices"))
-    f, other = unigram_loss(b"f")  # the hits are the second e f g h i j
-    assert row["AR-hits"] == pytest.approx((f + 5 * other) / 6, abs=1e-4)
-    assert row["the rest"] == pytest.approx((f + 22 * other) / 23, abs=1e-4)
-    assert row["all"] == pytest.approx((2 * f + 27 * other) / 29, abs=1e-4)
+    ((row,),) = measured("slices", "--ckpt=c.pt")  # the hits are the second e f g h i j
+    assert row["AR-hits"] == pytest.approx(OTHER - 3 / 6, abs=1e-4)
+    assert row["all"] == pytest.approx(OTHER - 2 * 3 / 29, abs=1e-4)
 
 
 def test_runs_that_differ_in_the_seed_alone_are_put_together(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, by, run in (("softmax", 3.0, dict(seed=1)), ("diff", 3.0, dict(seed=1)), ("softmax", 1.0, dict(seed=2)),
-                          ("softmax", 1.0, dict(seed=2, steps=9))):  # fmt: skip
-        model = unigram(tiny(name, vocab_size=257, block_size=16), b"f", by)
-        checkpoint(model, "a" * 33 + "f" * 17, run)
-        Path("c.pt").rename(f"{name}-seed{len(list(Path().glob('*.pt')))}.pt")
-    files = ["softmax-seed1.pt", "diff-seed2.pt", "softmax-seed3.pt"]
-    means, each = measured("slices", "--ckpt", *files)["tables"].values()
-    assert [row["attn"] for row in each] == ["softmax, seed 1", "diff", "softmax, seed 2"]
-    assert [row["attn"] for row in means] == ["softmax", "diff"]
-    a, b = each[0]["all"], each[2]["all"]
+    for name, attn, by, seed in (("a", "softmax", 3.0, 1), ("b", "softmax", 1.0, 2), ("c", "diff", 3.0, 1)):
+        model = unigram(tiny(attn, vocab_size=257, block_size=16), b"f", by)
+        checkpoint(model, "a" * 33 + "f" * 17, f"{name}.pt", seed=seed)
+    checkpoint(model, "a" * 33 + "f" * 17, "d.pt", subln_init=0.2)
+    means, each = measured("slices", "--ckpt", "a.pt", "b.pt", "c.pt")
+    assert [(row["attn"], row["seed"]) for row in each] == [("softmax", "1"), ("softmax", "2"), ("diff", "1")]
+    a, b = each[0]["all"], each[1]["all"]
     assert a != b and means[0]["all"] == pytest.approx([(a + b) / 2, abs(a - b) / 2**0.5])
-    assert means[1]["all"] == [pytest.approx(each[1]["all"]), None]
-    means, *_ = measured("position", "--length=48", "--ckpt", *files)["tables"].values()
-    assert set(means[0]) == {"position", "softmax", "softmax, window", "diff", "diff, window"}
-    others = measured("slices", "--ckpt", *files, "softmax-seed4.pt")["tables"].values()
-    assert [row["attn"] for row in list(others)[0]] == ["softmax", "diff", "softmax steps9"]
-    Path("early.pt").write_bytes(Path(files[0]).read_bytes())
-    (each,) = measured("slices", "--ckpt", "early.pt", *files[:2])["tables"].values()
-    assert [row["attn"] for row in each] == ["early.pt", files[0], "diff"]
+    assert means[1]["all"] == [pytest.approx(each[2]["all"]), None]
+    (each,) = measured("slices", "--ckpt", "c.pt", "d.pt")
+    assert [row["attn"] for row in each] == ["diff subln_init1", "diff subln_init0.2"]
 
 
 @pytest.mark.parametrize("block", [7, 8])
 def test_the_window_is_the_samplers(block, monkeypatch):
-    """The losses of a text that generate is made to say, from the logits that it chose by."""
     model, text, losses = tiny("softmax", block_size=block), torch.randint(97, (1, 41), generator=seeded(0)), []
 
     def forced(logits, *how):
@@ -1454,19 +1334,14 @@ def test_the_window_is_the_samplers(block, monkeypatch):
 def test_position(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     checkpoint(unigram(tiny("diff", vocab_size=257, block_size=16), b"f"), "a" * 33 + "f" * 17)
-    found = measured("position", "--length=48")
-    f, other = unigram_loss(b"f")
-    assert set(found["by_position"]) == {"diff", "diff, window"}
-    for curve in found["by_position"].values():
-        assert curve == pytest.approx([other] * 32 + [f] * 16, abs=1e-4)
-    last = first_table(found)[-1]
-    assert last["position"] == 48 and last["diff"] == pytest.approx((2 * other + f) / 3, abs=1e-4)
-    short = first_table(measured("position", "--length=9"))  # less than the block
-    assert short[-1]["position"] == 9 and short[-1]["diff"] == pytest.approx((32 * other + 13 * f) / 45, abs=1e-4)
+    between, upto = measured("position", "--ckpt=c.pt", "--length=48")
+    assert [row["attn"] for row in upto] == ["diff", "diff, window"]
+    for far, near in zip(upto, between):
+        assert far["48"] == pytest.approx(OTHER - 1, abs=1e-4) and far["32"] == pytest.approx(OTHER, abs=1e-4)
+        assert near["33 to 48"] == pytest.approx(OTHER - 3, abs=1e-4)
 
 
 def test_outliers_that_were_planted(tmp_path, monkeypatch):
-    """In the scores of branch 2 one -9 among 0.5, and above the diagonal 1e6, which is no score; in the stream 13."""
     monkeypatch.chdir(tmp_path)
     checkpoint(unigram(tiny("diff", vocab_size=257, block_size=29), b"f"), "abcdefghijabcdeXghij0123456789")
 
@@ -1476,190 +1351,104 @@ def test_outliers_that_were_planted(tmp_path, monkeypatch):
         return S
 
     monkeypatch.setattr(model_module.Softmax, "scores", planted)
-    rows = {row.pop("of"): row for row in first_table(measured("outliers"))}
+    rows = {row.pop("of"): row for row in measured("outliers", "--ckpt=c.pt")[0]}
     assert [rows["scores, branch 1"][key] for key in ("top-1", "top-100")] == [0.5, 0.5]
     assert [rows["scores, branch 2"][f"top-{k}"] for k in (1, 2, 3, 10)] == [9, 9, 0.5, 0.5]  # two layers
-    assert rows["scores, branch 2"]["median"] == pytest.approx(0.5, rel=0.01)
     assert [rows["residual stream"][f"top-{k}"] for k in (1, 2, 3, 10)] == [13, 13, 10, 10]
+    x = random(10, 999)
+    row = bench.extremes_row([bench.extremes(part) for part in x])
+    assert row["median"] == pytest.approx(x.abs().median().item(), rel=0.01)
+    assert row["top-100"] == pytest.approx(x.abs().flatten().topk(100).values[-1].item())
 
 
-def test_median_and_top_of_a_stream():
-    extremes, x = bench.Extremes(), random(10, 999)
-    for part in x:
-        extremes.add(part)
-    row, x = extremes.row(), x.abs().flatten()
-    assert row["median"] == pytest.approx(x.median().item(), rel=0.01)
-    for k in (1, 2, 3, 10, 100):
-        assert row[f"top-{k}"] == pytest.approx(x.kthvalue(len(x) + 1 - k).values.item())
-
-
-def test_four_bits():
-    S = torch.tensor([[1.0, 99.0], [-0.3, 0.52]]).expand(1, 2, 2, 2) * torch.tensor([1.0, 2.0]).view(1, 2, 1, 1)
-    lower = lambda x: x[0, :, 1].flatten().tolist()
-    assert lower(bench.absmax(S, 4, (2, 3))) == pytest.approx([-2 / 7, 4 / 7, -4 / 7, 8 / 7])  # 7 steps up to 1, and to 2
-    assert lower(bench.absmax(S, 3, (1, 2, 3))) == pytest.approx([0, 2 / 3, -2 / 3, 4 / 3])  # 3 steps up to 2, for both
-    assert lower(bench.absmax(S, 3, (2, 3))) == pytest.approx([-1 / 3, 2 / 3, -2 / 3, 4 / 3])
+def test_residual_norms_by_hand(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = unigram(tiny("diff", vocab_size=257), b"")
+    with torch.no_grad():  # embeddings of length 5, and blocks that add nothing
+        model.wte.weight[:, :2] = torch.tensor([3.0, 4.0])
+    checkpoint(model, "Once upon a time there was a text. " * 30)
+    ((init, end),) = measured("residual", "--ckpt=c.pt", "--tokens=500")
+    assert [end[k] for k in ("embedding", "block 0", "block 1")] == pytest.approx([5, 5, 5])
+    assert init["embedding"] == pytest.approx(0.02 * 32**0.5, rel=0.2) and init["block 1"] > init["embedding"]
 
 
 def test_quant(tmp_path, monkeypatch):
-    """Scores that four bits hold exactly lose nothing; others do."""
+    S = torch.tensor([[1.0, 99.0], [-0.3, 0.52]]).expand(1, 2, 2, 2) * torch.tensor([1.0, 2.0]).view(1, 2, 1, 1)
+    lower = lambda x: x[0, :, 1].flatten().tolist()
+    assert lower(bench.absmax(S, 4, (2, 3))) == pytest.approx([-2 / 7, 4 / 7, -4 / 7, 8 / 7])  # 7 steps up to 1, to 2
+    assert lower(bench.absmax(S, 3, (1, 2, 3))) == pytest.approx([0, 2 / 3, -2 / 3, 4 / 3])  # 3 steps up to 2
     monkeypatch.chdir(tmp_path)
     model = tiny("softmax", vocab_size=257, block_size=29)
     with torch.no_grad():
         for p in model.blocks.parameters():
             p.mul_(8)
     checkpoint(model, "abcdefghijabcdefghij0123456789")
-    plain, eight, six, four = (row["softmax"] for row in first_table(measured("quant")))
-    assert 0 < abs(eight - plain) < abs(four - plain) and abs(six - plain) < abs(four - plain)
+    (exact,), (above,) = measured("quant", "--ckpt=c.pt")
+    assert 0 < abs(above["8 bits"]) < abs(above["4 bits"]) == pytest.approx(abs(exact["4 bits"] - exact["exact"]))
     sevenths = lambda layer, q, k, R: torch.arange(8.0).div(7).repeat(4)[:29].expand(len(q), 4, 29, 29)
-    monkeypatch.setattr(model_module.Softmax, "scores", sevenths)
-    plain, *_, four = (row["softmax"] for row in first_table(measured("quant")))
-    assert four == pytest.approx(plain, abs=1e-6)
+    monkeypatch.setattr(model_module.Softmax, "scores", sevenths)  # four bits hold these exactly
+    assert measured("quant", "--ckpt=c.pt")[1][0]["4 bits"] == pytest.approx(0, abs=1e-6)
 
 
-def hellaswag_rows(context="x"):
-    """f is likely: the four f's have the smallest mean loss and the q, being short, the smallest sum."""
-    f = dict(ctx=context, endings=["qqqqq", "ffff", "q", "qqqqqqq"])
-    return [f | dict(label="1"), f | dict(label=1), f | dict(label="2")]
-
-
-def test_hellaswag_that_is_forced():
-    model = unigram(tiny("diff", vocab_size=257), b"f", by=1.0)
-    model.enc = get_tokenizer("bytes")
-    score = bench.score_hellaswag(model, hellaswag_rows(), 32)
-    assert score["accuracy, normalised"] == pytest.approx(2 / 3) and score["accuracy"] == pytest.approx(1 / 3)
-    assert score["standard error"] == pytest.approx((2 / 9 / 3) ** 0.5) and score["contexts cut"] == 0
-    long = bench.score_hellaswag(model, hellaswag_rows("x" * 28), 32)  # with 8 bytes of ending: 36 of 33
-    assert long["contexts cut"] == 3 and long["accuracy"] == pytest.approx(1 / 3)
-    # what is cut is the left, and what is scored is the ending: the same numbers as one text at a time
-    other, rows = tiny("softmax", vocab_size=257, seed=3), [dict(ctx="c" * 40, endings=["ab", "c", "de", "fgh"], label=0)]
-    other.enc = model.enc
-    losses = []
-    for ending in rows[0]["endings"]:
-        text = torch.tensor([list(("c" * 40 + " " + ending).encode())[-33:]])
-        losses.append(bench.token_losses(other, text)[0, -len(ending) - 1 :].mean().item())
-    expected = float(min(losses) == losses[0])
-    assert bench.score_hellaswag(other, rows, 32)["accuracy, normalised"] == expected
-
-
-def test_hellaswag_from_a_folder(tmp_path, monkeypatch):
-    pytest.importorskip("datasets")
+def test_hellaswag(tmp_path, monkeypatch):
+    endings = ["qqqqq", "ffff", "q", "qqqqqqq"]  # f is likely: smallest mean loss; the q, being short: smallest sum
+    rows = [dict(ctx="x", endings=endings, label=label) for label in ("1", "1", "2")]
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "stories").mkdir()
-    rows = [row | dict(label=str(row["label"])) for row in hellaswag_rows()]
-    (tmp_path / "stories/validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("stories").mkdir()
+    Path("stories/validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     checkpoint(unigram(tiny("diff", vocab_size=257), b"f", by=1.0), "a" * 40)
-    found = measured("hellaswag", "--source=stories", "--limit=2")
-    assert first_table(found)[0]["accuracy, normalised"] == 1 and first_table(found)[0]["rows"] == 2
-
-
-def test_a_bad_row_of_a_stream_is_not_hidden():
-    found = bench.Extremes()
-    found.add(torch.tensor([1.0, math.nan, 2.0]))
-    assert math.isnan(found.row()["top-1"]) and math.isnan(found.row()["median"])
+    ((row,),) = measured("hellaswag", "--ckpt=c.pt", "--source=stories")
+    assert row["accuracy, normalised"] == pytest.approx(2 / 3) and row["accuracy"] == pytest.approx(1 / 3)
+    assert row["standard error"] == pytest.approx((2 / 9 / 3) ** 0.5) and row["contexts cut"] == 0 and row["rows"] == 3
 
 
 def test_maps(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = tiny("diff", vocab_size=257)
     checkpoint(model, "a" * 40)
-    found = measured("maps", "--text=cat mat", "--layer=1")
-    x = model.blocks[0].norm1(model.wte(torch.tensor([list(b"cat mat")])))
-    assert torch.allclose(torch.tensor(found["maps"]["diff"]), model.blocks[0].attn.map(x)[0])
-    assert first_table(found)[0]["sum of a row"] == pytest.approx(1 - model.blocks[0].attn.lambda_full().item(), abs=1e-4)
+    (rows,) = measured("maps", "--ckpt=c.pt", "--text=cat mat", "--layer=1")
+    idx, block = torch.tensor([list(b"cat mat")]), model.blocks[0]
+    assert torch.equal(bench.attention_maps(model, idx)[0], block.attn.map(block.norm1(model.wte(idx))))
+    assert rows[0]["sum of a row"] == pytest.approx(1 - block.attn.lambda_full().item(), abs=1e-4)
+
+
+def test_ablations_are_the_rows_of_table_6(tmp_path):
+    assert ablations.main(["--seed=1", *MINI, f"--out={tmp_path}"])
+    rows = json.loads((tmp_path / "ablations.json").read_text())["tables"].popitem()[1]
+    assert [f"{r['heads']} {r['d']} {r['norm']}" for r in rows] == [
+        "4 8 no", "2 16 no", "2 16 yes", "2 8 yes", "2 8 no", "2 8 yes", "2 8 yes"]  # fmt: skip
+    assert len({r["val loss"][0] for r in rows}) == 7 and rows[0]["− row 1"] == [None, None]
+    heads = [train.read_log(tmp_path / f"row{i}-seed1/log.jsonl")[0] for i in range(1, 8)]
+    assert [head["lambda_init"] for head in heads] == [None] * 5 + [0.8, 0.5]
+    for flag in ("--lambda_init=0.1", "--subln", "--subln_init=0.2", "--lr=1e-3,2e-3"):
+        with pytest.raises(ValueError, match="leave it out"):
+            ablations.main(["--seed=1", *MINI, flag, f"--out={tmp_path / 'other'}"])
+    assert ablations.main(["--seed=1", *MINI, "--lr=1e30", "--grad_clip=1e30", f"--out={tmp_path / 'wild'}"]) is False
+    assert "Not in these figures" in (tmp_path / "wild/ablations.md").read_text()
 
 
 def test_recall_texts():
     for N, R, depth in ((1, 1, 0.0), (4, 2, 0.5), (8, 8, None), (3, 1, 1.0)):
-        text, place = bench.recall_texts(seeded(N), 50, 40, N, R, depth)
-        assert text.shape == (50, 40) and text.max() < bench.KEYS + bench.VALUES + bench.FILLERS
+        text, place = recall.make_texts(seeded(N), 50, 40, N, R, depth)
         for row, begins in zip(text.tolist(), place.tolist()):
             held = {row[p]: row[p + 1] for p in begins}
             asked = row[40 - 2 * R :: 2]
-            assert len(held) == N and len(set(asked)) == R and max(held) < bench.KEYS  # different keys
+            assert len(held) == N and len(set(asked)) == R and max(held) < recall.KEYS  # different keys
             assert [held[key] for key in asked] == row[41 - 2 * R :: 2] and asked[0] == row[begins[0]]
-            fillers = [token for t, token in enumerate(row[: 40 - 2 * R]) if t not in begins and t - 1 not in begins]
-            assert min(fillers) >= bench.KEYS + bench.VALUES and len(fillers) == 40 - 2 * R - 2 * N
-        if depth in (0.0, 1.0):
-            assert set(place[:, 0].tolist()) == {int(depth * (40 - 2 * R - 2))}
-    keys, values = torch.tensor([3, 1, 2]), torch.tensor([20, 21, 22])
-    text, place = bench.recall_texts(seeded(0), 50, 20, 3, 3, needles=(keys, values))
-    assert (text.gather(1, place.sort().values) == keys).all() and (text.gather(1, place.sort().values + 1) == values).all()
-    assert len({tuple(row[14::2]) for row in text.tolist()}) == 6  # asked for in every order
+            assert sum(token >= recall.KEYS + recall.VALUES for token in row) == 40 - 2 * R - 2 * N  # fillers
 
 
-def test_recall_of_models_that_are_known():
-    """One that looks every answer up has an accuracy of 1; one that says what came last, of the share it must."""
-
-    def look_up(idx, targets):
-        said = torch.zeros(idx.shape, dtype=torch.int64)
-        for b, row in enumerate(idx.tolist()):
-            for t, token in enumerate(row):
-                said[b, t] = row[row.index(token) + 1] if row.index(token) < t else 0
-        return F.one_hot(said, 64).float(), None
-
-    for N, R in ((1, 1), (4, 4), (8, 2)):
-        assert bench.recall_accuracy(look_up, "cpu", 48, N, R) == 1
-    repeat = lambda idx, targets: (F.one_hot(torch.full_like(idx, bench.KEYS), 64).float(), None)  # always the first value
-    assert bench.recall_accuracy(repeat, "cpu", 48, 8, 8) == pytest.approx(1 / bench.VALUES, abs=0.02)
-
-
-def test_attention_shares_of_even_attention():
+def test_recall(tmp_path):
     """Queries of zero attend evenly to the 31 tokens before the answer: 2 of them are the answer's, 28 noise."""
-    for attn in ("softmax", "diff"):
-        model = tiny(attn, vocab_size=64)
-        for block in model.blocks:
-            torch.nn.init.zeros_(block.attn.q_proj.weight)
-        assert bench.attention_shares(model, "cpu", 32, 4, 0.5) == pytest.approx((2 / 31, 28 / 31), abs=1e-5)
-
-
-def test_recall(tmp_path, monkeypatch):
-    """The whole verb, very small: every arm and cell is there, and the same seed gives the same figures."""
-    for name, value in dict(RECALL_TEXTS=4, LENGTHS=(16, 32), ORDERS=2, SETS=1, RECALL_DENSE=2, RECALL_BATCH=4).items():
-        monkeypatch.setattr(bench, name, value)
-    bench.main(["recall", "--seeds=1", "--steps=6", "--procs=1", f"--out={tmp_path}"])
+    model = tiny("diff", vocab_size=64)
+    for block in model.blocks:
+        torch.nn.init.zeros_(block.attn.q_proj.weight)
+    assert recall.attention_shares(model, 20, "cpu", 32, 4, 0.5) == pytest.approx((2 / 31, 28 / 31), abs=1e-5)
+    recall.main(["--seeds=1", "--steps=4", "--texts=2", "--procs=1", "--decay", f"--out={tmp_path}"])
     found = json.loads((tmp_path / "recall.json").read_text())
-    assert [run["attn"] for run in found["runs"]] == ALL
-    again = bench.recall_run("diff", 0, 6, torch.device("cpu"), lambda: None)
-    assert json.loads(json.dumps(again)) == found["runs"][1]
-    accuracy, depths, shares, orders = found["tables"].values()
-    assert len(accuracy) == 4 and len(depths) == 20 and len(shares) == 8 and len(orders) == 4
-    assert set(accuracy[0]) == {"attn", "seed", "learnt"} | {f"N={N} R={R}" for N, R in bench.GRID}
-    assert (tmp_path / "recall.png").exists()
-
-
-@pytest.mark.parametrize("steps", [20, 600, 2000])
-def test_recall_begins_without_fillers_and_ends_with_them(steps, monkeypatch):
-    class Enough(Exception):
-        pass
-
-    lengths, texts = [], bench.recall_texts
-    monkeypatch.setattr(bench, "recall_texts", lambda g, B, T, N, R: lengths.append((T - 4 * N) / (64 - 4 * N)) or texts(g, B, T, N, R))
-    monkeypatch.setattr(bench, "RECALL_BATCH", 1)
-    monkeypatch.setattr(bench, "recall_accuracy", lambda *args, **kwargs: (_ for _ in ()).throw(Enough))  # all that follows
-    with pytest.raises(Enough):
-        bench.recall_run("linear", 0, steps, torch.device("cpu"), lambda: None)
-    dense = int(min(300, 0.3 * steps))
-    assert max(lengths[:dense]) == 0 and max(lengths[steps // 2 :]) > 0.8 and len(lengths) == steps
-    assert max(lengths[: (dense + steps // 2) // 2]) <= 0.5
-
-
-def test_residual_norms_by_hand(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("any.txt").write_text("Once upon a time there was a text. " * 300)
-    data_sha256 = prepare_fineweb.load_data(Path("any.txt"))[3]["data_sha256"]
-    model = tiny("diff", vocab_size=257, seed=3)
-    with torch.no_grad():  # embeddings of length 5, a first block that adds nothing, a second one that doubles nothing
-        model.wte.weight.copy_(torch.cat((torch.full((320, 1), 3.0), torch.full((320, 1), 4.0), torch.zeros(320, 30)), 1))
-        for block in model.blocks:
-            block.attn.out_proj.weight.zero_()
-            block.mlp.down_proj.weight.zero_()
-    model.save("ckpt.pt", tokenizer="bytes", step=1, run=dict(data="any.txt", data_sha256=data_sha256, seed=3))
-    bench.main(["residual", "--ckpt=ckpt.pt", "--tokens=500", "--device=cpu", f"--out={tmp_path / 'bench'}"])
-    init, end = json.loads(Path("bench/residual.json").read_text())["tables"].popitem()[1]
-    assert [end[k] for k in ("embedding", "block 0", "block 1")] == pytest.approx([5, 5, 5])
-    assert init["at"] == "init" and init["embedding"] == pytest.approx(0.02 * 32**0.5, rel=0.2) and init["block 1"] > init["embedding"]
-    assert Path("bench/residual.png").stat().st_size > 1000 and "| diff | end |" in capsys.readouterr().out
+    (rows,) = found["tables"].values()
+    assert [row["attn"] for row in rows] == ALL and found["about"]["decay"] is True
+    assert rows[1]["on the noise"][0] == pytest.approx(recall.run(("diff", 0, 4, True, 2, "cpu"))["on the noise"])
 
 
 # ---- bad input: a clear message, an exit code, no traceback
