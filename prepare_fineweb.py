@@ -41,6 +41,8 @@ def get_tokenizer(name):
     if name == "bytes":
         ranks = {bytes([b]): b for b in range(256)}
         return tiktoken.Encoding("bytes", pat_str=r"(?s:.)", mergeable_ranks=ranks, special_tokens={EOT: 256})
+    if name != "gpt2":
+        raise ValueError(f"the tokenizer must be gpt2 or bytes, not {name!r}")
     ranks = tiktoken.get_encoding(name)._mergeable_ranks
     # gpt2's regular expression, rearranged: the alternatives that need no look-ahead are one group, which the engine
     # runs as an automaton and not step by step. the same tokens, 1.6 times as fast
@@ -114,7 +116,10 @@ def load_data(path):
         return train, val, manifest["tokenizer"], dict(data=str(path), data_sha256=sha256)
     if path:
         documents = [path.read_bytes()]
-        documents[0].decode()  # raises for what is no text
+        try:
+            documents[0].decode()
+        except UnicodeDecodeError as e:
+            raise ValueError(f"{path} is not UTF-8 text: {e}") from None
     else:
         from pydoc_data.topics import topics
 
@@ -238,8 +243,6 @@ def prepare(args):
         shards.pop()  # a smaller --tokens had cut it short
     write_shards(args, manifest)
     print(f"{out}: {sum(shard['tokens'] for shard in shards):,} tokens in {len(shards)} shards")
-    if len(shards) < 2:
-        print("nothing is left to train on, the first shard is val: choose smaller --val_tokens and another --out")
 
 
 def fetch(args):
@@ -258,9 +261,7 @@ def fetch(args):
 
 
 def main(argv=None):
-    def count(text):
-        return int(float(text))  # 1e9 is one, too
-
+    count = lambda text: int(float(text))  # 1e9 is one, too
     parser = argparse.ArgumentParser(description="Text, or FineWeb-Edu, to token shards.", allow_abbrev=False)
     add = parser.add_argument
     add("--source", help="hub dataset, folder like one, or .parquet, .jsonl, .jsonl.gz or .txt file (one document)")
@@ -290,11 +291,11 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    status = 1
     try:
         main()
         status = 0
     except (ValueError, OSError, KeyboardInterrupt) as e:
         print("prepare_fineweb.py:", str(e) or "stopped, the same command goes on", file=sys.stderr)
+        status = 1
     sys.stdout.flush()
     os._exit(status)  # pyarrow's threads can hang or abort a Python that ends in the usual way
