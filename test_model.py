@@ -30,6 +30,7 @@ import pytest
 import tiktoken
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend
 
 import bench
@@ -92,35 +93,23 @@ def relative(a, b):
 @pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 200])
 @pytest.mark.parametrize("attn", ALL)
 def test_three_forms_agree(attn, T, decay):
-    """Outputs of map, fast form and steps, with a prefill of one token and of many, and gradients of map and fast form."""
+    """Outputs of map, fast form and steps, with a prefill of one token and of many; gradients of map and fast form."""
     layer, x, weight = layer_of(attn, block_size=256, decay=decay), random(2, T, 32), random(2, T, 32, seed=1)
     inputs, found = [x.requires_grad_(), *layer.parameters()], []
     assert len(inputs) == (10 if attn in DIFF else 5)  # x, four projections; four lambda vectors and the norm
     for layer.flash in (True, False):
         y = layer(x)
-        found.append([y, *torch.autograd.grad((y * weight).sum(), inputs, retain_graph=True)])
+        found.append([y, *torch.autograd.grad((y * weight).sum(), inputs)])
     for fast, by_map in zip(*found):
         assert (fast - by_map).abs().max() < 1e-10 * max(1, by_map.abs().max())
-    if T > 2:  # of a single token nothing is asked
-        assert all(gradient.abs().max() > 1e-6 for gradient in found[0][1:])
+        assert T <= 2 or fast.abs().max() > 1e-6
     with torch.no_grad():
-        for layer.flash in (True, False):  # a prefill by either form
-            for first in {1, (T + 1) // 2, max(1, T - 1)}:
-                assert (steps(layer, x, first) - y).abs().max() < 1e-10
+        for layer.flash, first in ((True, 1), (True, T - T // 3), (False, T - T // 3)):
+            assert (steps(layer, x, first) - y).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize("attn", ALL)
-def test_no_positions(attn):
-    layer, x = layer_of(attn, rope_theta=0.0), random(2, 30, 32)
-    q, k, _ = layer.project(x)
-    at_once = layer.scores(q, k, layer.rotation(x))
-    assert torch.equal(at_once, layer.scores(q, k, layer.rotation(x, 1000)))  # the same wherever it stands
-    assert (steps(layer, x) - layer(x)).abs().max() < 1e-10
-
-
-def equations(layer, x, spans=None):
-    """layer(x) and its map, one entry at a time from the papers' equations, with none of model.py's code.
-    spans: of each head, with decay."""
+def equations(layer, x, spans):
+    """layer(x) and its map, one entry at a time from the papers' equations, with none of model.py's code."""
     (B, T, C), d, H = x.shape, layer.d, layer.n_head
     diff, linear = hasattr(layer, "lambda_q1"), isinstance(layer, Linear)
     q, k, v = ((x @ p.weight.T).numpy(force=True) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
@@ -129,34 +118,24 @@ def equations(layer, x, spans=None):
         for i in range(d // 2):
             a = m * 10000 ** (-2 * i / d)
             R[m, 2 * i : 2 * i + 2, 2 * i : 2 * i + 2] = [[math.cos(a), -math.sin(a)], [math.sin(a), math.cos(a)]]
-    elu1 = lambda u: np.where(u > 0, u + 1, np.exp(np.minimum(u, 0)))
     maps = np.zeros((B, H, T, T))
-    for b in range(B):
-        for h in range(H):
-            qh, kh = q[b, :, h * d : (h + 1) * d], k[b, :, h * d : (h + 1) * d]
-            for i in range(T):
-                D = np.ones(i + 1)
-                if spans is not None:
-                    D = math.exp(-1 / spans[h // 2 if diff else h]) ** (i - np.arange(i + 1))
-                if linear:
-                    fq, fk = elu1(qh[i]), elu1(kh[: i + 1])
-                    w = np.array([(R[i] @ fq) @ (R[j] @ fk[j]) for j in range(i + 1)])
-                    maps[b, h, i, : i + 1] = w * D / (fk @ fq @ D)
-                else:
-                    e = D * np.exp([(R[i] @ qh[i]) @ (R[j] @ kh[j]) / math.sqrt(d) for j in range(i + 1)])
-                    maps[b, h, i, : i + 1] = e / e.sum()
+    for b, h, i in product(range(B), range(H), range(T)):
+        qi, kh = q[b, i, h * d : (h + 1) * d], k[b, : i + 1, h * d : (h + 1) * d]
+        D = math.exp(-1 / spans[h // 2 if diff else h]) ** (i - np.arange(i + 1))
+        if linear:
+            qi, kh = (np.where(u > 0, u + 1, np.exp(np.minimum(u, 0))) for u in (qi, kh))
+        rotated = np.array([(R[i] @ qi) @ (R[j] @ kh[j]) for j in range(i + 1)])
+        w = rotated if linear else np.exp(rotated / math.sqrt(d))
+        maps[b, h, i, : i + 1] = w * D / (kh @ qi @ D if linear else w @ D)
     if diff:
         l1, l2 = ([getattr(layer, f"lambda_{n}{i}").numpy(force=True) for n in "qk"] for i in (1, 2))
         lam = math.exp(l1[0] @ l1[1]) - math.exp(l2[0] @ l2[1]) + layer.lambda_init
-        maps = np.stack([maps[:, 2 * h] - lam * maps[:, 2 * h + 1] for h in range(H // 2)], 1)
-    dv, heads = C // maps.shape[1], []
-    for h in range(maps.shape[1]):
-        y = maps[:, h] @ v[:, :, h * dv : (h + 1) * dv]
-        if layer.subln is not None:
-            y = y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-5) * layer.subln.weight.numpy(force=True)
-            y = y * (1 - layer.lambda_init) if diff else y
-        heads.append(y)
-    return np.concatenate(heads, -1) @ layer.out_proj.weight.numpy(force=True).T, maps
+        maps = maps[:, 0::2] - lam * maps[:, 1::2]
+    y = maps @ v.reshape(B, T, maps.shape[1], -1).transpose(0, 2, 1, 3)
+    if layer.subln is not None:
+        y = y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-5) * layer.subln.weight.numpy(force=True)
+        y = y * (1 - layer.lambda_init) if diff else y
+    return y.transpose(0, 2, 1, 3).reshape(B, T, C) @ layer.out_proj.weight.numpy(force=True).T, maps
 
 
 @pytest.mark.parametrize("decay", [False, True])
@@ -164,74 +143,39 @@ def equations(layer, x, spans=None):
 @pytest.mark.parametrize("attn", ALL)
 def test_the_papers_equations(attn, subln, decay):
     layer, x = layer_of(attn, subln=subln, decay=decay), random(2, 13, 32)
-    # block_size 32: from 4 to 64 tokens, by four heads or by two
-    spans = None if not decay else [4, 64] if attn in DIFF else [4, 4 * 16 ** (1 / 3), 4 * 16 ** (2 / 3), 64]
-    y, A = equations(layer, x, spans)
+    spans = [4, 64] if attn in DIFF else [4, 4 * 16 ** (1 / 3), 4 * 16 ** (2 / 3), 64]  # from 4 to twice the block of 32
+    y, A = equations(layer, x, spans if decay else [math.inf] * 4)
     assert abs(layer.map(x).numpy(force=True) - A).max() < 1e-12
     assert abs(layer(x).numpy(force=True) - y).max() < 1e-12
+    assert attn != "diff" or A.min() < -0.01  # signed: nothing clips or normalises it
 
 
 def test_fold_of_diff_linear():
     """Two linear maps, subtracted, are one with twice the features, whatever the mask."""
     q1, q2, k1, k2, v, lam = *(phi(random(50, 8, seed=i)) for i in range(4)), random(50, 16, seed=9), 0.7
-    for gamma in (1.0, 0.9):
-        D = gamma ** (torch.arange(50)[:, None] - torch.arange(50)).clamp(min=0).double().tril()
-        A1, A2 = (q1 @ k1.T * D).tril(), (q2 @ k2.T * D).tril()
-        z1, z2 = A1.sum(-1, keepdim=True), A2.sum(-1, keepdim=True)
-        folded = (torch.cat((q1 / z1, -lam * q2 / z2), -1) @ torch.cat((k1, k2), -1).T * D).tril() @ v
-        assert torch.allclose(folded, (A1 / z1 - lam * A2 / z2) @ v, rtol=0, atol=1e-12)
+    D = (0.9 ** (torch.arange(50)[:, None] - torch.arange(50)).clamp(min=0).double()).tril()
+    A1, A2 = q1 @ k1.T * D, q2 @ k2.T * D
+    z1, z2 = A1.sum(-1, keepdim=True), A2.sum(-1, keepdim=True)
+    folded = (torch.cat((q1 / z1, -lam * q2 / z2), -1) @ torch.cat((k1, k2), -1).T * D) @ v
+    assert torch.allclose(folded, (A1 / z1 - lam * A2 / z2) @ v, rtol=0, atol=1e-12)
 
 
-def test_lambda():
-    model = tiny("diff", n_layer=4)
-    assert [round(b.attn.lambda_init, 4) for b in model.blocks] == [0.2, 0.3555, 0.4707, 0.5561]  # Eq. 3, l from 0
+def test_lambda_init_counts_layers_from_0():
+    assert [round(b.attn.lambda_init, 4) for b in tiny("diff", n_layer=4).blocks] == [0.2, 0.3555, 0.4707, 0.5561]
     assert [b.attn.lambda_init for b in tiny("diff", lambda_init=0.5).blocks] == [0.5, 0.5]
-    layer = model.blocks[1].attn
-    for vector, value in zip((layer.lambda_q1, layer.lambda_k1, layer.lambda_q2, layer.lambda_k2), (0.1, 0.2, 0.3, 0.4)):
-        torch.nn.init.constant_(vector, value)
-    d = TINY["n_embd"] // TINY["n_head"]
-    assert layer.lambda_full().item() == pytest.approx(math.exp(d * 0.02) - math.exp(d * 0.12) + 0.3555, abs=1e-4)
 
 
 @pytest.mark.parametrize("attn", DIFF)
 def test_heads_are_paired_with_their_neighbours(attn):
     """Heads 2h and 2h + 1 are one differential head. With lambda = 1, equal neighbours cancel; equal halves don't."""
     layer = layer_of(attn, lambda_init=1.0, subln=False)
-    for name in ("lambda_q1", "lambda_q2"):
-        torch.nn.init.zeros_(getattr(layer, name))
-    x, rows = random(1, 9, 32), layer.q_proj.weight.shape[0] // 4
-    blocks = lambda p: list(p.weight.detach().clone().split(rows))
-    q, k = blocks(layer.q_proj), blocks(layer.k_proj)
-    for order, vanishes in (((0, 0, 2, 2), True), ((0, 1, 0, 1), False)):
-        with torch.no_grad():
-            layer.q_proj.weight.copy_(torch.cat([q[i] for i in order]))
-            layer.k_proj.weight.copy_(torch.cat([k[i] for i in order]))
-        assert (layer.map(x).abs().max() < 1e-12) == vanishes
-
-
-@pytest.mark.parametrize("decay", [False, True])
-def test_sums_of_rows(decay):
-    x = random(2, 30, 32)
-    assert torch.allclose(layer_of("softmax", decay=decay).map(x).sum(-1), torch.ones(2, 4, 30).double())
-    layer = layer_of("diff", decay=decay)
-    A = layer.map(x)
-    assert torch.allclose(A.sum(-1), (1 - layer.lambda_full()).expand(2, 2, 30))
-    assert A.min() < -0.01  # signed: nothing clips or normalises it
-    unrotated = layer_of("linear", rope_theta=0.0, decay=decay)
-    assert torch.allclose(unrotated.map(x).sum(-1), torch.ones(2, 4, 30).double())
-
-
-@pytest.mark.parametrize("flash", [True, False])
-@pytest.mark.parametrize("attn", ALL)
-def test_no_arm_looks_ahead(attn, flash):
-    model, idx = tiny(attn, flash=flash, decay=True).double(), tokens(1, 80)
-    before, _ = model(idx, idx)
-    for t in (0, 1, 40, 63, 64, 79):
-        changed = idx.clone()
-        changed[0, t] = (idx[0, t] + 1) % 97
-        after, _ = model(changed, idx)
-        assert torch.equal(after[:, :t], before[:, :t])
-        assert not torch.equal(after[:, t], before[:, t])
+    with torch.no_grad():
+        layer.lambda_q1.zero_(), layer.lambda_q2.zero_()
+        q, k = (p.weight.clone().unflatten(0, (4, 8)) for p in (layer.q_proj, layer.k_proj))
+        for order, vanishes in (([0, 0, 2, 2], True), ([0, 1, 0, 1], False)):
+            layer.q_proj.weight.copy_(q[order].flatten(0, 1))
+            layer.k_proj.weight.copy_(k[order].flatten(0, 1))
+            assert (layer.map(random(1, 9, 32)).abs().max() < 1e-12) == vanishes
 
 
 @pytest.mark.parametrize("attn", ALL)
@@ -239,101 +183,81 @@ def test_scores_depend_on_distance_only_and_are_the_seam(attn):
     layer, x = layer_of(attn, flash=False), random(1, 20, 32)
     q, k = (random(1, 4, 1, 8, seed=s).expand(-1, -1, 20, -1) for s in (1, 2))
     S = layer.scores(q, k, layer.rotation(x))
-    assert S.shape == (1, 4, 20, 20)
+    assert S.shape == (1, 4, 20, 20) and not torch.allclose(S[..., 1:], S[..., :-1], atol=1e-3)
     assert torch.allclose(S[..., 1:, 1:], S[..., :-1, :-1], rtol=0, atol=1e-12)
-    assert not torch.allclose(S[..., 1:], S[..., :-1], atol=1e-3)
     y, A = layer(x), layer.map(x)
     layer.scores = lambda q, k, R: 0 * S  # what a measurement puts there reaches the map and the output
     assert not torch.allclose(layer.map(x), A, atol=1e-3) and not torch.allclose(layer(x), y, atol=1e-6)
 
 
 def test_rotation_is_exact_far_away():
-    """Turning by 10,000,019 - 10,000,000 is turning by 19, in float32 too; a step there rotates as the map would."""
-    layer = tiny("linear", n_embd=256).blocks[0].attn
+    """Turning by 10,000,019 - 10,000,000 is turning by 19, in float32 too. With rope_theta = 0 nothing turns."""
     x, q, k = torch.zeros(1, 1, 256), random(1, 1, 1, 64).float(), random(1, 1, 1, 64, seed=1).float()
-    near, far = ([rotate(y, layer.rotation(x, torch.tensor([p]))) for y, p in ((q, a), (k, b))]
-                 for a, b in ((19, 0), (10_000_019, 10_000_000)))  # fmt: skip
-    assert abs((near[0] * near[1]).sum() - (far[0] * far[1]).sum()) < 1e-4
-    model, state = tiny("linear"), []
-    with torch.no_grad():
-        for start in (0, 3_000_000):  # nothing but the distance counts: two tokens say the same far away
-            _, now = model.prefill(tokens(1, 1))
-            for s in now:
-                s["S"].zero_(), s["Z"].zero_(), s["T"].fill_(start)
-            state.append([model.step(token[:, None], now) for token in tokens(1, 2).T][1])
-    assert torch.allclose(*state, rtol=0, atol=1e-5)
+    layer, found = tiny("linear", n_embd=256).blocks[0].attn, []
+    for a, b in ((19, 0), (10_000_019, 10_000_000)):
+        turned = [rotate(y, layer.rotation(x, torch.tensor([p]))) for y, p in ((q, a), (k, b))]
+        found.append((turned[0] * turned[1]).sum().item())
+    assert found[0] == pytest.approx(found[1], abs=1e-4)
+    still = tiny("linear", rope_theta=0.0).blocks[0].attn
+    assert torch.equal(rotate(q[..., :8], still.rotation(x, 1000)), q[..., :8])
 
 
 @pytest.mark.parametrize("attn", ALL)
 def test_decay_never_overflows(attn):
     """The shortest span is 4 tokens: over 3,000 of them gamma^(i - j) is 0 in float32, and a division by it infinite."""
-    layer, x = layer_of(attn, dtype=torch.float32, decay=True, block_size=4096), random(1, 3000, 32).float()
+    layer, x = layer_of(attn, dtype=torch.float32, decay=True, block_size=4096, flash=True), random(1, 3000, 32)
     with torch.no_grad():
-        by_map = layer.double().A(*layer.project(x.double())[:2], layer.rotation(x.double()))
-        v = layer.project(x.double())[2]
-        assert relative(layer.float()(x), layer.double().out(by_map @ v, torch.float64)) < 1e-4
+        y = layer(x.float())
+        layer.double().flash = False
+        assert relative(y, layer(x)) < 1e-4
 
 
 # ---- numerics that bite
 
 
 def test_phi_and_its_gradient():
-    for dtype in (torch.float64, torch.bfloat16):
+    for dtype, rel in ((torch.float64, 1e-12), (torch.bfloat16, 1e-2)):
         x = torch.tensor([-20.0, -7.5, 0.0, 2.0], dtype=dtype, requires_grad=True)
         (slope,) = torch.autograd.grad(phi(x).sum(), x)
-        expected = [math.exp(-20), math.exp(-7.5), 1, 3]
-        assert phi(x).tolist() == pytest.approx(expected, rel=1e-2 if dtype == torch.bfloat16 else 1e-12)
-        assert slope.tolist() == pytest.approx(expected[:3] + [1], rel=1e-2 if dtype == torch.bfloat16 else 1e-12)
-    x = torch.linspace(-5, 5, 101, dtype=torch.float64)
-    assert torch.allclose(phi(x), F.elu(x) + 1)
+        assert phi(x).tolist() == pytest.approx([math.exp(-20), math.exp(-7.5), 1, 3], rel=rel)
+        assert slope.tolist() == pytest.approx([math.exp(-20), math.exp(-7.5), 1, 1], rel=rel)
 
 
 @pytest.mark.parametrize("decay", [False, True])
-@pytest.mark.parametrize("form", ["map", "fast", "step"])
 @pytest.mark.parametrize("attn", ALL)
-def test_bf16_autocast(attn, form, decay):
-    """Each form under autocast, against float64: 2e-2, times (1 + lambda)/(1 - lambda) where maps are subtracted."""
+def test_bf16(attn, decay):
+    """Each form under autocast, against float64: 2e-2, times (1 + lambda)/(1 - lambda) where maps are subtracted. And
+    a model all in bf16, without autocast, runs and is near."""
     model = tiny(attn, block_size=256, decay=decay)
-    for block in model.blocks:
-        layer, x = block.attn, random(2, 200, 32)
-        lam = layer.lambda_full().item() if attn in DIFF else 0
-        assert 0 <= lam < 1
+    for layer in (block.attn for block in model.blocks):
+        x, lam = random(2, 200, 32), layer.lambda_full().item() if attn in DIFF else 0
         with torch.no_grad():
             expected = layer.double()(x)
-            layer.float().flash = form == "fast"
+            layer.float()
             with torch.autocast("cpu", torch.bfloat16):
-                y = steps(layer, x.float()) if form == "step" else layer(x.float())
-        assert 1e-6 < relative(y, expected) < 2e-2 * (1 + lam) / (1 - lam)
+                forms = [layer(x.float()), steps(layer, x.float())]
+                layer.flash = False
+                forms.append(layer(x.float()))
+        assert all(1e-6 < relative(y, expected) < 2e-2 * (1 + lam) / (1 - lam) for y in forms)
+    with torch.no_grad():
+        loss, idx = model(tokens(2, 70), tokens(2, 70))[1], tokens(2, 70)
+        assert abs(model.bfloat16()(idx, idx)[1] - loss) < 2e-2 and len(list(model.generate(idx[:, :5], 8))) == 8
 
 
 @pytest.mark.parametrize("attn", ["softmax", "diff"])
 def test_a_steps_scores_are_not_rounded_to_bf16(attn):
-    """With scores up to 30 a step under autocast is as near to float64 as the fast form, within a half."""
-    layer, x, errors = layer_of(attn, spread=8.0, block_size=256), random(2, 200, 32), []
+    """With large scores a step under autocast is as near to float64 as the fast form, within a half."""
+    layer, x = layer_of(attn, spread=8.0, block_size=256), random(2, 200, 32)
     with torch.no_grad():
         expected = layer(x)
         layer.float()
         with torch.autocast("cpu", torch.bfloat16):
-            for y in (layer(x.float()), steps(layer, x.float())):
-                errors.append(relative(y, expected))
-    assert errors[1] < 1.5 * errors[0]
-
-
-@pytest.mark.parametrize("attn", ALL)
-def test_bf16_weights(attn):
-    """Everything in bf16, without autocast, runs and is near."""
-    model, idx = tiny(attn, decay=True), tokens(2, 70)
-    with torch.no_grad():
-        loss = model(idx, idx)[1]
-        model.bfloat16()
-        assert abs(model(idx, idx)[1] - loss) < 2e-2
-        assert len(list(model.generate(idx[:, :5], 8))) == 8
+            assert relative(steps(layer, x.float()), expected) < 1.5 * relative(layer(x.float()), expected)
 
 
 def test_long_sums_stay_in_float32():
     """Under autocast a sum of 8,192 bf16 features is right; a plain bf16 sum is not."""
-    k = phi(torch.randn(8192, generator=seeded(0))).bfloat16()
-    plain = torch.zeros((), dtype=torch.bfloat16)
+    k, plain = phi(torch.randn(8192, generator=seeded(0))).bfloat16(), torch.zeros((), dtype=torch.bfloat16)
     for x in k:
         plain += x
     assert abs(plain - k.double().sum()) > 1000
@@ -343,40 +267,19 @@ def test_long_sums_stay_in_float32():
         with torch.autocast("cpu", torch.bfloat16):
             y = layer.prefill(x.float(), layer.rotation(x.float()), state)
         expected = layer.double().prefill(x, layer.rotation(x), exact)
-    for name in ("S", "Z"):
-        assert state[name].dtype == torch.float32
-        assert relative(state[name], exact[name]) < 5e-3
     assert relative(y[:, -64:], expected[:, -64:]) < 2e-2
+    for name in ("S", "Z"):
+        assert state[name].dtype == torch.float32 and relative(state[name], exact[name]) < 5e-3
 
 
 # ---- the model around them
 
 
-@pytest.mark.parametrize(
-    "wrong,names",
-    [
-        (dict(attn="cosine"), "attn"),
-        (dict(n_embd=30), "n_embd"),
-        (dict(n_embd=36, n_head=4), "n_embd"),
-        (dict(attn="diff", n_head=1), "n_head"),
-        (dict(n_layer=0), "n_layer"),
-    ],
-)
-def test_impossible_models_are_refused(wrong, names):
-    with pytest.raises(ValueError, match=names):
-        GPTConfig(**TINY | wrong)
-
-
-def test_a_fifth_arm_is_a_class_and_a_line(monkeypatch):
-    class Even(model_module.Linear):
-        """Every token before counts the same."""
-
-        def scores(self, q, k, R):
-            return torch.ones_like(q @ k.mT)
-
-    monkeypatch.setitem(ATTENTION, "even", Even)
-    model, idx = tiny("even", flash=False), tokens(2, 20)
-    assert model(idx, idx)[1].isfinite() and len(list(model.generate(idx, 3))) == 3
+@pytest.mark.parametrize("wrong", ["attn=cosine", "n_embd=30", "n_embd=36", "n_head=1", "n_layer=0"])
+def test_impossible_models_are_refused(wrong):
+    name, value = wrong.split("=")
+    with pytest.raises(ValueError, match=name):
+        GPTConfig(**TINY | dict(attn="diff") | {name: value if name == "attn" else int(value)})
 
 
 def test_parameters_are_equal_but_for_lambda_and_norm():
@@ -384,12 +287,13 @@ def test_parameters_are_equal_but_for_lambda_and_norm():
     d, layers = 8, 2
     assert sizes["linear"] == sizes["softmax"]
     assert sizes["diff"] == sizes["diff_linear"] == sizes["softmax"] + layers * (4 * d + 2 * d)
-    names = {n.removeprefix("blocks.0.attn.") for n, _ in tiny("diff").named_parameters() if n.startswith("blocks.0.attn")}
+    names = {name for name, _ in tiny("diff").blocks[0].attn.named_parameters()}
     assert names == {"q_proj.weight", "k_proj.weight", "v_proj.weight", "out_proj.weight", "subln.weight",
                      "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"}  # fmt: skip
     small = GPT(GPTConfig(attn="softmax"))  # GPT-2 small
-    assert sum(p.numel() for p in small.parameters()) == 50304 * 768 + 12 * (4 * 768**2 + 3 * 768 * 2048 + 2 * 768) + 768
-    assert small.flops_per_token(1024) == 6 * sum(p.numel() for p in small.parameters()) + 12 * 12 * 768 * 1024
+    N = 50304 * 768 + 12 * (4 * 768**2 + 3 * 768 * 2048 + 2 * 768) + 768
+    assert sum(p.numel() for p in small.parameters()) == N
+    assert small.flops_per_token(1024) == 6 * N + 12 * 12 * 768 * 1024
     assert len({tiny(attn).flops_per_token(64) for attn in ALL}) == 1
 
 
@@ -399,15 +303,14 @@ def digest(model):
 
 def test_shared_parameters_are_the_same_bits():
     models = {attn: digest(tiny(attn)) for attn in ALL}
-    assert models["softmax"] == models["linear"] and models["diff"] == models["diff_linear"]
+    torch.manual_seed(3)  # whatever the global generator is doing
+    assert models["softmax"] == digest(tiny("linear")) and models["diff"] == digest(tiny("diff_linear"))
     assert models["softmax"].items() <= models["diff"].items()
     other = digest(tiny("softmax", seed=2))
     assert all((other[n] == models["softmax"][n]) == ("norm" in n) for n in other)
-    torch.manual_seed(3)  # whatever the global generator is doing
-    assert digest(tiny("diff")) == models["diff"]
 
 
-def test_init_has_the_stated_spread():
+def test_init_has_the_stated_spread_and_guesses():
     model = GPT(GPTConfig(attn="diff", n_layer=3, n_head=8, n_embd=256, vocab_size=512, subln_init=0.2))
     for name, p in model.named_parameters():
         end = "out_proj" in name or "down_proj" in name
@@ -416,18 +319,13 @@ def test_init_has_the_stated_spread():
             assert torch.equal(p, torch.full_like(p, 0.2 if "subln" in name else 1.0))
         else:
             assert p.std().item() == pytest.approx(std, rel=0.3 if p.numel() < 100 else 0.03)
-
-
-@pytest.mark.parametrize("attn", ALL)
-def test_first_loss_is_that_of_guessing(attn):
-    model = GPT(GPTConfig(attn=attn, n_layer=4, n_head=4, n_embd=128, vocab_size=257, block_size=256))
-    idx = torch.randint(257, (4, 257), generator=seeded(0))
-    logits, loss = model(idx[:, :-1], idx[:, 1:])
-    assert logits.shape == (4, 256, 257) and not logits.requires_grad
-    assert loss.item() == pytest.approx(math.log(257), rel=0.03)
-    last, nothing = model(idx[:, :-1])
-    assert nothing is None and last.shape == (4, 1, 257)
-    assert torch.allclose(last[:, 0], logits[:, -1], atol=1e-5)
+    for attn in ALL:
+        model, idx = tiny(attn), tokens(4, 257)
+        logits, loss = model(idx[:, :-1], idx[:, 1:])
+        assert logits.shape == (4, 256, 97) and not logits.requires_grad
+        assert loss.item() == pytest.approx(math.log(97), rel=0.03)
+        last, nothing = model(idx[:, :-1])
+        assert nothing is None and torch.allclose(last, logits[:, -1:], atol=1e-5)
 
 
 @pytest.mark.parametrize("attn", ALL)
@@ -436,10 +334,9 @@ def test_compiles_to_one_graph_for_any_length(attn):
     model = tiny(attn, n_layer=1, decay=True)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for T in (65, 64):
-        idx = tokens(3, T)
-        loss = compiled(idx, idx)[1]
+        loss = compiled(tokens(3, T), tokens(3, T))[1]
         loss.backward()
-        assert loss.item() == pytest.approx(model(idx, idx)[1].item(), abs=1e-5)
+        assert loss.item() == pytest.approx(model(tokens(3, T), tokens(3, T))[1].item(), abs=1e-5)
 
 
 @pytest.mark.parametrize("attn", ALL)
@@ -448,13 +345,12 @@ def test_overfits_one_batch_and_every_parameter_learns(attn):
     model, idx = tiny(attn, decay=True), tokens(4, 33)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(200):
-        _, loss = model(idx[:, :-1], idx[:, 1:])
+        loss = model(idx[:, :-1], idx[:, 1:])[1]
         if loss < 0.1:
-            break
+            return
         optimizer.zero_grad()
         loss.backward()
-        if step == 0:
-            assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.abs().max() > 0] == []
+        assert step > 0 or all(p.grad.abs().max() > 0 for p in model.parameters())
         optimizer.step()
     assert loss < 0.1
 
@@ -463,7 +359,7 @@ def test_overfits_one_batch_and_every_parameter_learns(attn):
 
 
 @pytest.mark.parametrize("decay", [False, True])
-@pytest.mark.parametrize("prompt", [1, 16, 40])
+@pytest.mark.parametrize("prompt", [1, 40])
 @pytest.mark.parametrize("attn", ALL)
 def test_greedy_steps_equal_recomputation(attn, prompt, decay):
     """Every token is the argmax of a full forward pass over what is kept, before and beyond block_size."""
@@ -471,29 +367,22 @@ def test_greedy_steps_equal_recomputation(attn, prompt, decay):
     with torch.no_grad():
         for p in model.blocks.parameters():
             p.mul_(8)  # so that the context speaks louder than the last token
-    idx = tokens(2, prompt, seed=1)
-    made = torch.stack(list(model.generate(idx, 60, temperature=0)), 1)
-    assert made.shape == (2, 60) and made.dtype == torch.int64 and not made.requires_grad
-    kept = idx if attn in LINEAR else idx[:, -16:]
-    refills = 0
-    for t in range(60):
-        if attn not in LINEAR and kept.shape[1] > 16:
-            kept, refills = kept[:, -8:], refills + 1
-        with torch.no_grad():
-            logits, _ = model(kept)
-        assert torch.equal(logits[:, -1].argmax(-1), made[:, t])
-        kept = torch.cat((kept, made[:, t : t + 1]), 1)
-    assert attn in LINEAR or refills >= 5
-    assert len(set(made[0].tolist())) > 5  # not one token for ever
+        idx = tokens(2, prompt, seed=1)
+        made = torch.stack(list(model.generate(idx, 60, temperature=0)), 1)
+        kept = idx if attn in LINEAR else idx[:, -16:]
+        for t in range(60):
+            if attn not in LINEAR and kept.shape[1] > 16:
+                kept = kept[:, -8:]
+            assert torch.equal(model(kept)[0][:, -1].argmax(-1), made[:, t])
+            kept = torch.cat((kept, made[:, t : t + 1]), 1)
+    assert made.dtype == torch.int64 and len(set(made[0].tolist())) > 5  # not one token for ever
 
 
 @pytest.mark.parametrize("attn", ALL)
-def test_a_step_is_one_graph_for_every_position(attn):
+def test_a_step_is_one_graph_and_its_state_has_one_size(attn):
     """Compiled with static shapes it says what it says without, over refills, and is compiled once."""
-    from torch._dynamo.testing import CompileCounterWithBackend
-
     torch._dynamo.reset()
-    model = tiny(attn, block_size=16, n_layer=1, decay=True).double()
+    model, sizes = tiny(attn, block_size=16, n_layer=1, decay=True).double(), set()
     counter = CompileCounterWithBackend("aot_eager")
     step = torch.compile(model.step, backend=counter, fullgraph=True)
     for prompt in (7, 3):
@@ -501,45 +390,31 @@ def test_a_step_is_one_graph_for_every_position(attn):
         eager, compiled = (torch.stack(list(model.generate(idx, 40, temperature=0, step=s))) for s in (None, step))
         assert torch.equal(eager, compiled)
     assert counter.frame_count == 1
-
-
-def test_the_state_has_one_size():
-    for attn in ALL:
-        model, sizes = tiny(attn), set()
-        with torch.no_grad():
-            _, state = model.prefill(tokens(1, 5))
-            for token in tokens(1, 27).T:
-                model.step(token[:, None], state)
-                sizes.add(sum(t.numel() for s in state for t in s.values()))
-            assert len(sizes) == 1
-            if attn not in LINEAR:  # 32 tokens: the cache is full
-                with pytest.raises((IndexError, RuntimeError)):
-                    model.step(token[:, None], state)
+    with torch.no_grad():
+        _, state = model.prefill(tokens(1, 5))
+        for token in tokens(1, 11).T:
+            model.step(token[:, None], state)
+            sizes.add(sum(t.numel() for s in state for t in s.values()))
+        assert len(sizes) == 1
+        with nullcontext() if attn in LINEAR else pytest.raises((IndexError, RuntimeError)):  # 16 tokens: it is full
+            model.step(token[:, None], state)
 
 
 def test_choices_follow_temperature_top_k_and_top_p():
-    p = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
-    logits, g = p.log()[:, [2, 0, 3, 1]].expand(20_000, -1), seeded(0)  # token 1 is likeliest, then 3, 0, 2
-    share = lambda **how: torch.bincount(next_token(logits, **dict(temperature=1, top_k=None, top_p=None) | how, generator=g)[:, 0],
-                                         minlength=4)[[1, 3, 0, 2]] / 20_000  # fmt: skip
-    close = lambda a, b: torch.allclose(a, torch.tensor(b), atol=0.02)
-    assert close(share(), [0.5, 0.3, 0.15, 0.05])
-    assert close(share(temperature=0), [1.0, 0, 0, 0])
-    assert close(share(temperature=0.5), (p[0] ** 2 / (p**2).sum()).tolist())
-    assert close(share(top_k=2), [0.625, 0.375, 0, 0]) and close(share(top_k=99), [0.5, 0.3, 0.15, 0.05])
-    assert close(share(top_p=0.79), [0.625, 0.375, 0, 0])  # the fewest that reach 0.79
-    assert close(share(top_p=0.81), [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0])
-    assert close(share(top_k=2, top_p=0.6), [1.0, 0, 0, 0])  # of what top_k leaves
-    assert close(share(top_p=1.0), [0.5, 0.3, 0.15, 0.05]) and close(share(top_p=1e-50), [1.0, 0, 0, 0])
-    assert close(share(temperature=1e-4), [1.0, 0, 0, 0]) and close(share(temperature=1e-50), [1.0, 0, 0, 0])
-
-
-def test_generate_is_repeatable_and_refuses_the_impossible():
+    p = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    logits, g = p.log()[[2, 0, 3, 1]].expand(20_000, -1), seeded(0)  # token 1 is likeliest, then 3, 0, 2
+    top_2, top_3 = [0.625, 0.375, 0, 0], [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0]
+    cases = [(1, None, None, p.tolist()), (0, None, None, [1, 0, 0, 0]), (0.5, None, None, (p**2 / (p**2).sum()).tolist()),
+             (1, 2, None, top_2), (1, 99, None, p.tolist()), (1, None, 0.79, top_2), (1, None, 0.81, top_3),
+             (1, 2, 0.6, [1, 0, 0, 0]), (1, None, 1.0, p.tolist()), (1, None, 1e-50, [1, 0, 0, 0]),
+             (1e-50, None, None, [1, 0, 0, 0])]  # fmt: skip
+    for temperature, top_k, top_p, expected in cases:
+        chosen = torch.bincount(next_token(logits, temperature, top_k, top_p, g)[:, 0], minlength=4)[[1, 3, 0, 2]]
+        assert (chosen / 20_000).tolist() == pytest.approx(expected, abs=0.02)
     model, idx = tiny("diff"), torch.zeros(3, 4, dtype=torch.int64)
     once, again = (torch.stack(list(model.generate(idx, 20, generator=seeded(4)))) for _ in range(2))
-    assert torch.equal(once, again) and len({tuple(row) for row in once.T.tolist()}) == 3
-    assert once.max() < 97
-    for wrong in (dict(temperature=-1), dict(temperature=float("nan")), dict(top_k=0), dict(top_p=0.0), dict(top_p=1.5)):
+    assert torch.equal(once, again) and len({tuple(row) for row in once.T.tolist()}) == 3 and once.max() < 97
+    for wrong in (dict(temperature=-1), dict(top_k=0), dict(top_p=0.0), dict(top_p=1.5)):
         with pytest.raises(ValueError):
             next(model.generate(idx, 1, **wrong))
 
@@ -547,14 +422,17 @@ def test_generate_is_repeatable_and_refuses_the_impossible():
 # ---- saving and loading
 
 
-@pytest.mark.parametrize("attn", ALL)
-def test_save_and_load(attn, tmp_path):
-    model, idx = tiny(attn, subln=True, lambda_init=0.4, decay=True, subln_init=0.2), tokens(1, 9)
-    model.save(tmp_path / "ckpt.pt", tokenizer="bytes", step=7, curve=torch.arange(3))
-    loaded = GPT.load(tmp_path / "ckpt.pt", "cpu")
-    assert loaded.config == model.config and torch.equal(loaded(idx)[0], model(idx)[0])
-    assert loaded.extra["tokenizer"] == "bytes" and loaded.extra["step"] == 7 and loaded.extra["curve"].tolist() == [0, 1, 2]
-    assert os.listdir(tmp_path) == ["ckpt.pt"]
+def test_save_and_load(tmp_path, monkeypatch):
+    for attn in ALL:
+        model, idx = tiny(attn, subln=True, lambda_init=0.4, decay=True, subln_init=0.2), tokens(1, 9)
+        model.save(tmp_path / "ckpt.pt", tokenizer="bytes", step=7, curve=torch.arange(3))
+        loaded = GPT.load(tmp_path / "ckpt.pt")
+        assert loaded.config == model.config and torch.equal(loaded(idx)[0], model(idx)[0])
+        assert loaded.extra["step"] == 7 and loaded.extra["curve"].tolist() == [0, 1, 2]
+    monkeypatch.setattr(torch, "save", lambda obj, f: (f.write(b"half"), 1 / 0))
+    with pytest.raises(ZeroDivisionError):  # a save that fails leaves the old file
+        model.save(tmp_path / "ckpt.pt", step=8)
+    assert GPT.load(tmp_path / "ckpt.pt").extra["step"] == 7 and os.listdir(tmp_path) == ["ckpt.pt"]
 
 
 class Bomb:
@@ -569,33 +447,18 @@ def test_load_refuses_what_is_not_ours(tmp_path, monkeypatch):
     whole = Path("good.pt").read_bytes()
     flipped = bytearray(whole)
     flipped[whole.index(model.wte.weight.detach().numpy().tobytes()) + 1000] ^= 16  # one bit of one weight
-    bad = {"empty": b"", "cut": whole[: len(whole) // 2], "almost": whole[:-100], "text": b"hello" * 100,
-           "flipped": bytes(flipped), "bomb": pickle.dumps(Bomb(), 2)}  # fmt: skip
+    bad = dict(empty=b"", cut=whole[: len(whole) // 2], almost=whole[:-100], flipped=flipped, bomb=pickle.dumps(Bomb(), 2))
     for name, content in bad.items():
         Path(name).write_bytes(content)
-    torch.save({"weights": torch.zeros(3)}, "foreign")
-    torch.save([1, 2], "list")
-    torch.save({"config": Bomb(), "model": {}}, "bomb2")
-    torch.save({"config": dict(TINY, attn="diff"), "model": {"wte.weight": torch.zeros(3)}}, "misfit")
-    torch.save({"config": dict(TINY, attn="quadratic"), "model": {}}, "unknown")
+    for name, config in dict(foreign=None, bomb2=Bomb(), misfit=dict(TINY), unknown=dict(attn="quadratic")).items():
+        torch.save({"config": config, "model": {"wte.weight": torch.zeros(3)}}, name)
     model.blocks[0].attn.lambda_q1.data[3] = math.nan
     model.save("infinite")
-    for name in [*bad, "foreign", "list", "bomb2", "misfit", "unknown", "infinite"]:
+    for name in [*bad, "foreign", "bomb2", "misfit", "unknown", "infinite"]:
         with pytest.raises(ValueError, match=name) as e:
-            GPT.load(name, "cpu")
+            GPT.load(name)
         assert "\n" not in str(e.value)
     assert not Path("boom").exists()
-    with pytest.raises(FileNotFoundError):
-        GPT.load("nowhere.pt", "cpu")
-
-
-def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
-    model = tiny("softmax")
-    model.save(tmp_path / "ckpt.pt", step=1)
-    monkeypatch.setattr(torch, "save", lambda obj, f: (f.write(b"half"), 1 / 0))
-    with pytest.raises(ZeroDivisionError):
-        model.save(tmp_path / "ckpt.pt", step=2)
-    assert GPT.load(tmp_path / "ckpt.pt").extra["step"] == 1 and os.listdir(tmp_path) == ["ckpt.pt"]
 
 
 # ---- data
@@ -1091,20 +954,6 @@ def test_routes_equal_the_map(attn, kernel, decay, monkeypatch):
     backends = dict(sdpa=["FLASH_ATTENTION"] * 3, cudnn=["FLASH_ATTENTION"] + ["CUDNN_ATTENTION"] * 2,
                     efficient=["EFFICIENT_ATTENTION"] * 3, flash_attn=[])  # fmt: skip
     assert asked == backends[kernel]
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_routes_compile_to_one_graph(kernel, monkeypatch):
-    """Neither the choice of a backend, here the CPU's own, nor the import of a kernel breaks the graph."""
-    fake_flash_attn(monkeypatch)
-    monkeypatch.setitem(model_module.BACKENDS, "cudnn", [SDPBackend.FLASH_ATTENTION])
-    torch._dynamo.reset()
-    model, idx = tiny("softmax", n_layer=1, decay=True), tokens(2, 20)
-    expected = model(idx, idx)[1].item()
-    model.blocks[0].attn.kernel = kernel
-    loss = torch.compile(model, backend="aot_eager", fullgraph=True)(idx, idx)[1]
-    loss.backward()
-    assert loss.item() == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_kernel_that_cannot_run_or_is_wrong_is_an_error(monkeypatch):
