@@ -5,7 +5,7 @@ Four attentions in one GPT, each written in three forms.
     softmax     softmax         diff            (Differential Transformer, arXiv 2410.05258, "the paper" below)
     linear      linear          diff_linear     (linear: Transformers are RNNs, arXiv 2006.16236)
 
-Attention multiplies the values V by a causal T x T matrix A, "the map". Every map is made in one way:
+Attention multiplies the values V by a causal T x T matrix A, "the map", which is always made in one way:
     A_ij = w_ij D_ij / z_i      weights w, times the mask D, divided by the row sums z_i = sum over j of w_ij D_ij
     w_ij = exp(q_i . k_j / sqrt(d)) in the softmax arms, phi(q_i) . phi(k_j) in the linear arms
     D_ij = 1 for j <= i, else 0; with `decay` D_ij = gamma^(i - j) for j <= i, so that a head forgets
@@ -21,6 +21,7 @@ import math
 import os
 import zipfile
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -50,7 +51,7 @@ class GPTConfig:
     lambda_init: float | None = None  # None: the paper's, by depth; the arms with one map ignore it
 
     def __post_init__(self):
-        if self.attn not in list(ATTENTION):
+        if self.attn not in ATTENTION:
             raise ValueError(f"attn must be one of {', '.join(ATTENTION)}, not {self.attn!r}")
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
             if getattr(self, name) < 1:
@@ -58,7 +59,7 @@ class GPTConfig:
         if self.n_head % ATTENTION[self.attn].branches:
             raise ValueError(f"n_head must be even for {self.attn} (pairs of heads), not {self.n_head}")
         if self.n_embd % (2 * self.n_head):
-            raise ValueError(f"n_embd must be a multiple of 2 n_head={2 * self.n_head} (rotary pairs), not {self.n_embd}")
+            raise ValueError(f"n_embd must be a multiple of 2 n_head={2 * self.n_head} (rotary pairs): {self.n_embd}")
 
 
 def wide(x):
@@ -77,33 +78,31 @@ def rotate(x, R):
     return y.flatten(-2).to(x.dtype)
 
 
-def log_mask(rate, i, j):
-    """log D_ij of rows i and columns j, (h, len(i), len(j)), gamma = exp(-rate), rate (h, 1, 1). gamma's exponents are
-    never negative: nothing overflows."""
-    distance = i[:, None] - j
+def log_mask(rate, T, rows=None):
+    """log D, (h, T, T), or some of its rows, of gamma = exp(-rate), rate (h, 1, 1); gamma's exponents are never < 0."""
+    j = torch.arange(T, device=rate.device)
+    distance = (j if rows is None else rows)[:, None] - j
     return (-rate * distance.clamp(min=0)).masked_fill(distance < 0, -math.inf)
 
 
 class Attention(nn.Module):
-    """What the four share. layer(x) maps (B, T, C) to (B, T, C), layer.map(x) is the map. Both (the first one with
-    layer.flash = False) go through layer.scores(q, k, R), what stands before mask and normalisation in every branch,
-    (B, H, T, T). Parameters have the names and shapes of Microsoft's released layer, whose weights load as they are."""
+    """What the four share. layer(x) maps (B, T, C) to (B, T, C). layer.map(x) and, with layer.flash = False, layer(x)
+    go through layer.scores(q, k, R), (B, H, T, T): what stands before mask and normalisation in every branch.
+    Parameters have the names and shapes of Microsoft's released layer, whose weights load as they are."""
 
     branches = 1  # maps per head
 
     def __init__(self, config, depth):
-        """depth: the layer's number counted from 0, l - 1 in the paper's 0.8 - 0.6 exp(-0.3 (l - 1)), Section 2.1."""
         super().__init__()
         C, H = config.n_embd, config.n_head
         self.config, self.n_head, self.h, self.d = config, H, H // self.branches, C // H
-        self.flash, self.decay, self.kernel = config.flash, config.decay, "sdpa"
+        self.flash, self.kernel, self.scale = config.flash, "sdpa", 1.0
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(C, C, bias=False) for _ in range(4))
-        subln = self.branches > 1 if config.subln is None else config.subln
+        subln = self.branches == 2 if config.subln is None else config.subln
         self.subln = nn.RMSNorm(C // self.h, eps=NORM_EPS) if subln else None  # one weight for all heads
-        self.scale = 1.0  # of what the norm gives
 
     def forward(self, x, R=None):
-        """R: self.rotation(x), the same for all layers of a model."""
+        """To train. R: self.rotation(x), the same for all layers of a model."""
         return self.attend(*self.project(x), self.rotation(x) if R is None else R)
 
     def prefill(self, x, R, state):
@@ -113,17 +112,15 @@ class Attention(nn.Module):
         return self.attend(q, k, v, R)
 
     def step(self, x, R, state):
-        """The next token, x (B, 1, C). R: self.rotation(x, state["T"]). The state moves on in place, its tensors keep
-        size and address: a compiled step is one graph for every position."""
+        """The next token, x (B, 1, C), R: self.rotation(x, state["T"]). The state's tensors keep size and address."""
         q, k, v = self.project(x)
         y = self.row(q, k, v, R, state)
         state["T"] += 1
         return self.out(y, v.dtype)
 
     def map(self, x):
-        """The map of x (B, T, C): (B, h, T, T). Look at it in float32: bf16 rounds large scores before the softmax."""
         q, k, _ = self.project(x)
-        return self.A(q, k, self.rotation(x))
+        return self.A(q, k, self.rotation(x))  # (B, h, T, T)
 
     def project(self, x):
         q, k = (p(x).unflatten(-1, (self.n_head, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj))
@@ -134,27 +131,22 @@ class Attention(nn.Module):
 
     def out(self, y, dtype):
         if self.subln is not None:  # y is (B, h, T, C/h)
-            y = F.rms_norm(wide(y), y.shape[-1:], wide(self.subln.weight), NORM_EPS) * self.scale
+            y = self.subln(y.type_as(self.subln.weight)) * self.scale
         return self.out_proj(y.transpose(1, 2).flatten(2).to(dtype))
 
     def rotation(self, x, start=0):
-        """R: cos and sin of RoFormer's angles m theta^(-2i/d) for the positions m = start..start+T-1 of x (B, T, C),
-        (T, d/2, 2). Angles are float64, so that position 10 million is turned as exactly as position 10."""
+        """R: cos and sin of RoFormer's angles m theta^(-2i/d), (T, d/2, 2), for the positions m of x (B, T, C), from
+        start on. Angles are float64, so that position 10 million is turned as exactly as position 10."""
         like, theta = dict(dtype=torch.float64, device=x.device), self.config.rope_theta
-        m = start + torch.arange(x.shape[1], **like)
-        angle = m[:, None] * torch.logspace(0, 2 / self.d - 1, self.d // 2, theta or 1, **like) * bool(theta)
+        m, i = start + torch.arange(x.shape[1], **like), torch.arange(self.d // 2, **like)
+        angle = m[:, None] * (theta ** (-2 * i / self.d) if theta else 0 * i)
         return torch.stack((angle.cos(), angle.sin()), -1).to(torch.promote_types(x.dtype, torch.float32))
 
     def rate(self, x):
-        """-log gamma = 1/span of each of the H heads of q and k, (H, 1, 1); 0 without decay. Spans are evenly spaced in
-        log from 4 to 2 block_size tokens over the h heads: both branches of a head share one."""
+        """-log gamma = 1/span of each branch, (H, 1, 1); spans are 4 to 2 block_size tokens, evenly spaced in log."""
         like = dict(dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-        rate = torch.logspace(-2, -math.log2(2 * self.config.block_size), self.h, 2, **like) * self.decay
-        return rate.repeat_interleave(self.branches)[:, None, None]
-
-    def log_D(self, q):
-        t = torch.arange(q.shape[2], device=q.device)
-        return log_mask(self.rate(q), t, t)  # (H, T, T)
+        spans = torch.logspace(2, math.log2(2 * self.config.block_size), self.h, 2, **like)
+        return (self.config.decay / spans).repeat_interleave(self.branches)[:, None, None]
 
 
 class Softmax(Attention):
@@ -164,10 +156,10 @@ class Softmax(Attention):
         return rotate(q, R) @ rotate(k, R).mT * self.d**-0.5  # (B, H, T, T)
 
     def A(self, q, k, R):
-        return (wide(self.scores(q, k, R)) + self.log_D(q)).softmax(-1)
+        return (wide(self.scores(q, k, R)) + log_mask(self.rate(q), q.shape[2])).softmax(-1)
 
     def fast(self, q, k, v, R):
-        return sdpa(rotate(q, R), rotate(k, R), v, self.rate(q) if self.decay else None, self.kernel)
+        return sdpa(rotate(q, R), rotate(k, R), v, self.rate(q) if self.config.decay else None, self.kernel)
 
     def begin(self, k, v, R):
         room = (0, 0, 0, self.config.block_size - k.shape[2])
@@ -180,7 +172,7 @@ class Softmax(Attention):
         V.index_copy_(2, t, v)
         with torch.autocast(q.device.type, enabled=False):  # scores in float32, as in the other forms
             S = wide(rotate(q, R)) @ wide(K).mT * self.d**-0.5  # (B, H, 1, block_size)
-        A = (S + log_mask(self.rate(q), t, torch.arange(K.shape[2], device=t.device))).softmax(-1)
+        A = (S + log_mask(self.rate(q), K.shape[2], t)).softmax(-1)
         y = A.view(len(V), self.h, self.branches, -1).to(V.dtype) @ V  # the branches of a head share its V
         return y.flatten(1, 2).unsqueeze(2)  # (B, H, 1, C/h)
 
@@ -191,27 +183,26 @@ class Difference:
     branches = 2
 
     def __init__(self, config, depth):
-        super().__init__(config, depth)
+        super().__init__(config, depth)  # depth is l - 1 in the paper: it counts layers from 1, in Section 2.1
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth) if config.lambda_init is None else config.lambda_init
         self.scale = 1 - self.lambda_init  # Eq. 3
-        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
-            setattr(self, name, nn.Parameter(torch.empty(self.d)))
+        lambdas = (nn.Parameter(torch.empty(self.d)) for _ in range(4))
+        self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = lambdas
 
     def lambda_full(self):
         """lambda of Eq. 2, shared by the layer's heads. Sums of products: autocast would make bf16 of a dot product."""
         q1, k1, q2, k2 = (wide(p) for p in (self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2))
         return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.lambda_init
 
-    def minus(self, y):
-        """y_1 - lambda y_2 (Eq. 1) of the branches' maps or outputs, (B, H, ...) to (B, h, ...)."""
+    def minus(self, y):  # of the branches' maps or outputs, (B, H, ...) to (B, h, ...)
         return wide(y[:, 0::2]) - self.lambda_full() * wide(y[:, 1::2])
+
+    def A(self, *args):
+        return self.minus(super().A(*args))
 
 
 class Diff(Difference, Softmax):
     """A = A_1 - lambda A_2 = softmax(Q_1 K_1^T / sqrt(d)) - lambda softmax(Q_2 K_2^T / sqrt(d))     (Eq. 1)"""
-
-    def A(self, *args):
-        return self.minus(super().A(*args))
 
     def fast(self, *args):
         return self.minus(super().fast(*args))  # (A_1 - lambda A_2) V = A_1 V - lambda A_2 V
@@ -226,20 +217,17 @@ def phi(x):
 
 
 def chunkwise(q, k, v, rate):
-    """sum over j <= i of gamma^(i - j) (q_i . k_j) v_j, in O(T): inside a chunk by the masked product, and for what was
-    before it by each earlier chunk's state S = sum of k_j v_j^T, faded by the distance. No scan over T: a matmul sums.
-    q, k (B, h, T, D), v (B, h, T, d_v), rate (h, 1, 1), to (B, h, T, d_v)."""
-    T, i = v.shape[2], torch.arange(CHUNK, device=v.device)
-    q, k, v = (x.to(v.dtype).contiguous() for x in (q, k, v))
-    q, k, v = (F.pad(x, (0, 0, 0, -T % CHUNK)).unflatten(2, (-1, CHUNK)) for x in (q, k, v))
-    n = torch.arange(v.shape[2], device=v.device)  # of the chunks: v is (B, h, n, CHUNK, d_v)
-    D = log_mask(rate, i, i).exp()[:, None].to(v.dtype)
-    L = log_mask(CHUNK * rate, n - 1, n).exp().to(v.dtype)  # from one chunk's end to the beginning of a later one
-    fade = (-rate * (i[:, None] + 1)).exp()[:, None].to(v.dtype)  # from there to token i
-    inside = (q @ k.mT * D) @ v
-    S = (k * D[:, :, -1, :, None]).mT @ v  # (B, h, n, D, d_v), at the chunk's end
+    """sum over j <= i of gamma^(i - j) (q_i . k_j) v_j, in O(T): inside a chunk by the masked product, and for what
+    was before it by the earlier chunks' states S = sum of k_j v_j^T, faded by the distance and added up by a matmul."""
+    T, N = v.shape[2], -(-v.shape[2] // CHUNK)  # q and k are (B, h, T, D), v is (B, h, T, d_v)
+    q, k, v = (F.pad(x.to(v.dtype).contiguous(), (0, 0, 0, -T % CHUNK)).unflatten(2, (N, CHUNK)) for x in (q, k, v))
+    D = log_mask(rate, CHUNK).exp()[:, None].to(v.dtype)
+    # the way from a token to one in a later chunk: to its chunk's end by D, to the later one's start by L, then by fade
+    L = log_mask(CHUNK * rate, N, torch.arange(-1, N - 1, device=v.device)).exp().to(v.dtype)
+    fade = ((-rate).exp()[:, None] * D[..., :1]).to(v.dtype)  # gamma^(i + 1)
+    S = (k * D[:, :, -1, :, None]).mT @ v  # (B, h, N, D, d_v), at the chunk's end
     before = (L @ S.flatten(3)).reshape(S.shape)
-    return (inside + (q * fade) @ before).flatten(2, 3)[:, :, :T]
+    return ((q @ k.mT * D) @ v + (q * fade) @ before).flatten(2, 3)[:, :, :T]
 
 
 class Linear(Attention):
@@ -250,12 +238,11 @@ class Linear(Attention):
         return rotate(phi(q), R) @ rotate(phi(k), R).mT  # (B, H, T, T)
 
     def A(self, q, k, R):
-        D = self.log_D(q).exp()
+        D = log_mask(self.rate(q), q.shape[2]).exp()
         z = (wide(phi(q) @ phi(k).mT) * D).sum(-1, keepdim=True) + Z_EPS
         return wide(self.scores(q, k, R)) * D / z
 
-    def fold(self, q, k):
-        """q, k (B, H, T, d) of the branches to those of the one linear attention that computes A V, (B, h, T, .)."""
+    def fold(self, q, k):  # from (B, H, T, d) of the branches to (B, h, T, .) of the one attention that computes A V
         return q, k
 
     def fast(self, q, k, v, R):
@@ -266,8 +253,8 @@ class Linear(Attention):
 
     def begin(self, k, v, R):
         """S = sum of gamma^(T-1-j) (R_j phi(k_j)) v_j^T, (B, h, ., C/h), and Z = sum of gamma^(T-1-j) phi(k_j)."""
-        j, k = torch.arange(k.shape[2], device=k.device), wide(phi(k))
-        fade = log_mask(self.rate(k), j[-1:], j).exp().mT  # (H, T, 1)
+        k, age = wide(phi(k)), torch.arange(k.shape[2], device=k.device).flip(0)
+        fade = (-self.rate(k) * age[:, None]).exp()  # (H, T, 1)
         _, folded = self.fold(k, rotate(k, R) * fade)
         with torch.autocast(k.device.type, enabled=False):  # float32, since the steps add to it
             return dict(S=folded.mT @ wide(v), Z=(k * fade).sum(2, keepdim=True))
@@ -285,9 +272,6 @@ class Linear(Attention):
 class DiffLinear(Difference, Linear):
     """A = A_1 - lambda A_2 of two linear maps. A linear map is linear in its features, so this is one linear attention
     with signed features of twice the size: A_ij = [q_1/z_1, -lambda q_2/z_2]_i . [k_1, k_2]_j D_ij"""
-
-    def A(self, *args):
-        return self.minus(super().A(*args))
 
     def fold(self, q, k):
         q = torch.cat((q[:, 0::2], -self.lambda_full() * q[:, 1::2]), -1)
@@ -317,7 +301,6 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """model(idx) and model(idx, targets), both (B, T) int64 below vocab_size, give (logits, loss). Any T will do.
-
     Each parameter is drawn from its own generator, seeded by (seed, name): what two arms share is the same bit for
     bit. N(0, 0.02); the matrices that end a residual branch smaller by sqrt(2 n_layer); the lambdas N(0, 0.1)."""
 
@@ -329,19 +312,17 @@ class GPT(nn.Module):
             self.wte = nn.Embedding(rows, config.n_embd)
             self.blocks = nn.ModuleList(Block(config, depth) for depth in range(config.n_layer))
             self.norm = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
-        if seed is None:  # load() brings the weights
-            return
         weights = {}
-        for name, p in self.named_parameters():
+        for name, p in [] if seed is None else self.named_parameters():
             digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
             std = 0.1 if "lambda" in name else 0.02
             if "out_proj" in name or "down_proj" in name:
                 std /= math.sqrt(2 * config.n_layer)
-            weights[name] = torch.randn(p.shape, generator=generator, dtype=torch.float32) * std
+            weights[name] = torch.randn(p.shape, generator=generator) * std
             if "norm" in name or "subln" in name:
                 weights[name].fill_(config.subln_init if "subln" in name else 1.0)
-        self.load_state_dict(weights, assign=True)
+        self.load_state_dict(weights, strict=bool(weights), assign=True)
 
     def forward(self, idx, targets=None):
         """logits (B, T, vocab_size), without gradients, and the mean loss in nats; without targets the last position's
@@ -378,12 +359,10 @@ class GPT(nn.Module):
 
     @torch.inference_mode()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, step=None):
-        """Continues idx, (B, T) int64: yields max_new_tokens times the next token of each row, (B,) int64.
-
-        temperature 0 takes the likeliest; top_k keeps that many; top_p the fewest whose probabilities reach it.
-        The softmax arms have room for block_size tokens (of a longer idx they see the last ones). When it is full they
-        begin again from the last block_size / 2: keys dropped one by one would leave values that depend on them.
-        step: self.step, or what torch.compile makes of it."""
+        """Yields max_new_tokens times the next token, (B,) int64, of each row of idx, (B, T). temperature 0 takes the
+        likeliest; top_k keeps that many; top_p the fewest whose probabilities reach it. step: torch.compile's of
+        self.step. The softmax arms, when their cache of block_size tokens is full, begin again from its last half:
+        keys dropped one by one would leave values that depend on them."""
         if not temperature >= 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
             raise ValueError(f"need temperature >= 0, top_k >= 1, 0 < top_p <= 1: {temperature=} {top_k=} {top_p=}")
         room = self.config.block_size if isinstance(self.blocks[0].attn, Softmax) else 0  # 0: without end
@@ -399,25 +378,24 @@ class GPT(nn.Module):
             yield x[:, 0]
 
     def flops_per_token(self, T):
-        """FLOPs to train the *softmax* model of this size on a token of a sequence of T, whatever self is: 6 a parameter
-        (the tied embedding once), 12 C T a layer for q k^T and A V. PaLM (arXiv 2204.02311), appendix B."""
+        """FLOPs to train the *softmax* model of this size on one of T tokens, whatever self is: 6 a parameter (the tied
+        embedding once), 12 C T a layer for q k^T and A V. PaLM (arXiv 2204.02311), appendix B."""
         N = sum(p.numel() for name, p in self.named_parameters() if "lambda" not in name and "subln" not in name)
         return 6 * N + 12 * self.config.n_layer * self.config.n_embd * T
 
     def save(self, path, **extra):
-        """Writes the model and extra (tensors and plain values) to a temporary file that is flushed to the disk, then
-        renamed: path is always whole. OSError if it can't."""
+        """Writes the model and extra (tensors and plain values) so that path is always whole; OSError if it can't."""
+        temporary = Path(f"{path}.tmp")
         try:
-            with open(f"{path}.tmp", "wb") as f:
+            with open(temporary, "wb") as f:
                 torch.save(dict(config=asdict(self.config), model=self.state_dict(), **extra), f)
                 f.flush()
                 os.fsync(f.fileno())
-            os.replace(f"{path}.tmp", path)
+            os.replace(temporary, path)
         except RuntimeError as e:  # torch.save's on a full disk
             raise OSError(f"{path} could not be written, is the disk full? ({e})".splitlines()[0]) from None
         finally:
-            if os.path.exists(f"{path}.tmp"):
-                os.unlink(f"{path}.tmp")
+            temporary.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path, device="cpu"):
@@ -434,8 +412,7 @@ class GPT(nn.Module):
                 if not all(p.isfinite().all() for p in model.parameters()):
                     raise ValueError("weights that are not finite")
             except Exception as e:  # of a dozen classes, depending on the byte that is wrong
-                why = f"{type(e).__name__}: {e}".splitlines()[0][:120]
-                raise ValueError(f"{path} is not a whole checkpoint of this project ({why})") from None
+                raise ValueError(f"{path} is not a whole checkpoint of this project: {e!r:.120}") from None
         model.extra = extra
         return model.to(device)
 
@@ -449,7 +426,8 @@ def next_token(logits, temperature, top_k, top_p, generator):
         return torch.multinomial(p, 1, generator=generator)
     p, token = p.sort(-1, descending=True)
     p[:, top_k or p.shape[-1] :] = 0
-    p[:, 1:][(p.cumsum(-1) - p >= (top_p or 2) * p.sum(-1, keepdim=True))[:, 1:]] = 0  # less than top_p before it: stays
+    reached = p.cumsum(-1) - p >= (top_p or 2) * p.sum(-1, keepdim=True)  # by the tokens before it
+    p[:, 1:][reached[:, 1:]] = 0
     return token.gather(-1, torch.multinomial(p, 1, generator=generator))
 
 
@@ -461,9 +439,9 @@ BACKENDS = dict(  # of F.scaled_dot_product_attention; its math path, which hold
 KERNELS = (*BACKENDS, "flash_attn")
 
 
-def sdpa(q, k, v, rate=None, kernel="sdpa"):
-    """softmax(q k^T / sqrt(d) + log D) v without holding the map. q, k (B, H, T, d) and v (B, h, T, d_v), each of whose
-    heads serves H/h neighbours, to (B, H, T, d_v). rate: (H, 1, 1), or None without decay."""
+def sdpa(q, k, v, rate, kernel):
+    """softmax(q k^T / sqrt(d) + log D) v, (B, H, T, d_v), without holding the map. q and k are (B, H, T, d); each head
+    of v, (B, h, T, d_v), serves H/h neighbours of theirs. rate: (H, 1, 1), or None without decay."""
     T, d, d_v = *q.shape[2:], v.shape[-1]
     kernel = "sdpa" if T == 1 and kernel == "cudnn" else kernel  # it refuses a single key
     if kernel != "cudnn":  # it takes v as it is, and d_v = 2d
@@ -476,27 +454,25 @@ def sdpa(q, k, v, rate=None, kernel="sdpa"):
         return torch.cat([flash_attn_func(q, k, part, **how) for part in v.split(d, -1)], -1).transpose(1, 2)
     if kernel == "sdpa":  # flash kernels want d_v = d, and a CPU's is 2 to 5 times slower without it
         q, k = F.pad(q, (0, d_v - d)), F.pad(k, (0, d_v - d))
-    t = torch.arange(T, device=q.device)
-    mask = None if rate is None else log_mask(rate, t, t).to(q.dtype)[None]  # (1, H, T, T)
+    mask = None if rate is None else log_mask(rate, T).to(q.dtype)[None]  # (1, H, T, T)
     how = dict(attn_mask=mask, is_causal=mask is None, scale=d**-0.5, enable_gqa=v.shape[1] < q.shape[1])
     with sdpa_kernel(BACKENDS[kernel] + ([] if q.is_cuda else [SDPBackend.MATH])):
         return F.scaled_dot_product_attention(q, k, v, **how)
 
 
-def try_kernel(layer, kernel, dtype, device):
-    """Puts a kernel behind a layer's fast form. Raises an error if it can't run or computes something else than the
-    map does, on random values, T = 130, forward and backward."""
-    if kernel != "sdpa" and device.type != "cuda":
+def check_kernel(layer, device, dtype):
+    """Raises an error if layer.kernel can't run or does not compute what the map does on random values."""
+    if layer.kernel != "sdpa" and device.type != "cuda":
         raise ValueError(f"needs a CUDA device, not {device.type}")
-    layer.kernel, generator, found = kernel, torch.Generator(device).manual_seed(0), []
-    x = torch.randn(3, 1, 130, layer.d * layer.n_head, generator=generator, device=device, dtype=dtype)
-    heads, R = (layer.n_head, layer.n_head, layer.h), layer.rotation(x[0])
-    q, k, v = (part.unflatten(-1, (n, -1)).transpose(1, 2).requires_grad_() for part, n in zip(x, heads))
+    random = dict(generator=torch.Generator(device).manual_seed(0), device=device, dtype=dtype, requires_grad=True)
+    q, k = torch.randn(2, 1, layer.n_head, 130, layer.d, **random)
+    v = torch.randn(1, layer.h, 130, layer.d * layer.branches, **random)
+    R = layer.rotation(v[:, 0])
     by_map = Softmax.A(layer, q, k, R).to(dtype) @ v.repeat_interleave(layer.branches, 1)
-    for y in (by_map, Softmax.fast(layer, q, k, v, R)):
-        found.append([y, *torch.autograd.grad(wide(y).square().sum(), (q, k, v))])
-    for expected, y in zip(*found):
-        if not (wide(y) - wide(expected)).norm() < 0.05 * wide(expected).norm():
+    fast = Softmax.fast(layer, q, k, v, R)
+    gradients = [torch.autograd.grad(wide(y).square().sum(), (q, k, v)) for y in (fast, by_map)]
+    for a, b in [(fast, by_map), *zip(*gradients)]:
+        if not (wide(a) - wide(b)).norm() < 0.05 * wide(b).norm():
             raise ValueError("its result differs from the map's")
 
 
@@ -504,8 +480,8 @@ def pick_kernel(model, name="auto", dtype=torch.float32):
     """Puts one of KERNELS behind the softmax arms' fast form; "auto": the first, fastest first, that runs with dtype.
     Returns its name and why a faster one could not be had; None and "" for a model that uses none.
     ValueError with the reason when a kernel asked for by name can't run or would not be used."""
-    attns, device, whys = [block.attn for block in model.blocks], model.wte.weight.device, []
-    if not isinstance(attns[0], Softmax) or not attns[0].flash:
+    layers, device, whys = [block.attn for block in model.blocks], model.wte.weight.device, []
+    if not isinstance(layers[0], Softmax) or not layers[0].flash:
         if name != "auto":
             raise ValueError(f"kernel {name} would not be used: only the softmax arms have kernels, in their fast form")
         return None, ""
@@ -515,34 +491,29 @@ def pick_kernel(model, name="auto", dtype=torch.float32):
         if torch.backends.cudnn.version() > 91500:  # before, wrong results were reported where 128 does not divide T
             names = ["cudnn", *names]
     for kernel in names if name == "auto" else [name]:
+        for layer in layers:
+            layer.kernel = kernel
         try:
-            for layer in attns:
-                try_kernel(layer, kernel, dtype, device)
+            check_kernel(layers[0], device, dtype)
             return kernel, "; ".join(whys)
         except (ValueError, RuntimeError, ImportError) as e:
             whys.append(f"kernel {kernel} can't run here: {str(e).splitlines()[0]}")
     raise ValueError(whys[-1])
 
 
-@torch.no_grad()
-def demo():
-    """One screen: of each arm the size, how near its three forms are (in the logits, float64), and a map."""
-    words, idx = "once upon a time".split(), torch.arange(200)[None] % 97
+if __name__ == "__main__":  # of each arm, how near its three forms are (in the logits, float64), and a map
+    torch.set_grad_enabled(False)
+    idx = torch.arange(200)[None] % 97
     for attn in ATTENTION:
         model = GPT(GPTConfig(attn=attn, block_size=256, vocab_size=97, n_layer=2, n_head=4, n_embd=64)).double()
-        for name, p in model.named_parameters():
-            p *= 8 if "q_proj" in name or "k_proj" in name else 1  # at N(0, 0.02) every map is nearly flat
-        fast, (logits, state) = model(idx, idx)[0], model.prefill(idx[:, :1])
-        steps = torch.cat([logits] + [model.step(token[:, None], state) for token in idx[:, 1:].T], 1)
+        for block in model.blocks:
+            block.attn.q_proj.weight *= 64  # at N(0, 0.02) every map is nearly flat
+        fast, (step, state) = model(idx)[0], model.prefill(idx[:, :1])
+        for token in idx[0, 1:]:
+            step = model.step(token.view(1, 1), state)
         for block in model.blocks:
             block.attn.flash = False
-        size, by_map = sum(p.numel() for p in model.parameters()), model(idx, idx)[0]
-        errors = f"{(fast - by_map).abs().max():.0e}, of fast and step {(fast - steps).abs().max():.0e}"
-        print(f"\n{attn}: {size:,} parameters, largest difference of fast and map {errors}; the first head's map:")
-        x = model.wte(torch.tensor([[words.index(word) for word in words]]))
-        for word, row in zip(words, model.blocks[0].attn.map(model.blocks[0].norm1(x))[0, 0]):
-            print(f"{word:<5}" + "".join(f"{a:6.2f}" for a in row) + f"   sum {row.sum():.2f}")
-
-
-if __name__ == "__main__":
-    demo()
+        by_map, step = ((fast - logits).abs().max() for logits in (model(idx)[0], step))
+        print(f"\n{attn}: fast - map {by_map:.0e}, fast - step {step:.0e}, and the first head's map of four tokens:")
+        for row in model.blocks[0].attn.map(model.blocks[0].norm1(model.wte(idx[:, :4])))[0, 0]:
+            print("".join(f"{a:7.2f}" for a in row), f"   sum {row.sum():.2f}")

@@ -865,40 +865,31 @@ def test_compiled_training_has_one_graph_to_train_and_one_to_evaluate(tmp_path, 
     assert len(graphs) == 2
 
 
-# ---- kernels, speed and decode
+# ---- kernels
 
 
-def fake_flash_attn(monkeypatch):
-    """flash_attn_func, as far as model.py uses it, on a CPU: (B, T, H, d), causal, d_v = d. Returns its calls."""
+def fake_kernels(monkeypatch):
+    """On a CPU: flash_attn_func, as far as model.py uses it, and cudnn and efficient by PyTorch's plain path, which takes
+    their shapes too. Returns what was called."""
     calls = []
 
-    def flash_attn_func(q, k, v, softmax_scale, causal, alibi_slopes):
+    def flash_attn_func(q, k, v, softmax_scale, causal, alibi_slopes):  # (B, T, H, d), d_v = d
         assert causal and q.shape == k.shape == v.shape and softmax_scale == q.shape[-1] ** -0.5
-        calls.append(q.shape)
-        S, i = torch.einsum("bihd,bjhd->bhij", q, k) * softmax_scale, torch.arange(q.shape[1])
-        if alibi_slopes is not None:
-            assert alibi_slopes.shape == q.shape[2:3] and alibi_slopes.dtype == torch.float32
-            S = S - alibi_slopes[:, None, None] * (i[:, None] - i).abs()
-        S = S.masked_fill(torch.ones_like(S, dtype=torch.bool).triu(1), float("-inf"))
+        calls.append("flash_attn")
+        i = torch.arange(q.shape[1])
+        slopes = torch.zeros(q.shape[2]) if alibi_slopes is None else alibi_slopes
+        S = torch.einsum("bihd,bjhd->bhij", q, k) * softmax_scale - slopes[:, None, None] * (i[:, None] - i).abs()
+        S = S.masked_fill(i > i[:, None], -math.inf)
         return torch.einsum("bhij,bjhd->bihd", S.softmax(-1), v)
-
-    module = ModuleType("flash_attn")
-    module.flash_attn_func = flash_attn_func
-    monkeypatch.setitem(sys.modules, "flash_attn", module)
-    return calls
-
-
-def any_backend(monkeypatch):
-    """cudnn and efficient by PyTorch's plain path, which takes their shapes too. Returns what was asked for."""
-    asked = []
 
     @contextmanager
     def sdpa_kernel(backends):
-        asked.append(backends[0].name)
+        calls.append(backends[0].name)
         yield
 
     monkeypatch.setattr(model_module, "sdpa_kernel", sdpa_kernel)
-    return asked
+    monkeypatch.setitem(sys.modules, "flash_attn", Namespace(flash_attn_func=flash_attn_func))
+    return calls
 
 
 def map_and_route(attn, kernel, T, dtype=torch.float64, device="cpu", spread=3.0, **size):
@@ -914,29 +905,24 @@ def map_and_route(attn, kernel, T, dtype=torch.float64, device="cpu", spread=3.0
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == torch.bfloat16 and layer.flash):
             y = layer(inputs[0])
         found.append([y.detach(), *torch.autograd.grad((y * weight).sum(), inputs)])
-    return layer, found
+    return [relative(a, b) for a, b in zip(found[1], found[0])]
 
 
-def check_precision(attn, kernel, dtype, device):
-    """Output and gradients against float64, bf16 under 2e-2 and float32 under 1e-3; and diff in bf16 at most
-    2 sqrt(1 + lambda^2) / (1 - lambda) times as far off as softmax: the subtraction costs digits."""
-    errors, bound = {}, {torch.bfloat16: 2e-2, torch.float32: 1e-3}[dtype]
-    for arm in {"softmax", attn}:
-        size = dict(n_embd=256, block_size=256)  # heads of 64
-        layer, (expected, y) = map_and_route(arm, kernel if arm not in LINEAR else "sdpa", 200, dtype, device, 0.3, **size)
-        errors[arm] = [relative(a, b) for a, b in zip(y, expected)]
-        if arm == attn:
-            assert max(errors[arm]) < bound
-            lam = layer.lambda_full().item() if layer.branches == 2 else 0
-    if attn == "diff" and dtype == torch.bfloat16:
-        for of_diff, of_softmax in ((errors["diff"][0], errors["softmax"][0]), (max(errors["diff"]), max(errors["softmax"]))):
-            assert of_diff < 2 * math.sqrt(1 + lam**2) / (1 - lam) * of_softmax
+def check_precision(attn, kernel, dtype, device, decay):
+    """Output and gradients against float64, bf16 under 2e-2 (3e-2 with decay) and float32 under 1e-3. The subtraction
+    costs digits: diff in bf16 is at most 2 sqrt(1 + lambda^2) / (1 - lambda) times as far off as softmax."""
+    how = dict(T=200, dtype=dtype, device=device, spread=0.3, n_embd=256, block_size=256, decay=decay)  # heads of 64
+    errors = map_and_route(attn, kernel, **how)
+    assert max(errors) < {torch.bfloat16: 3e-2 if decay else 2e-2, torch.float32: 1e-3}[dtype]
+    if attn == "diff" and dtype == torch.bfloat16:  # lambda is 0.36
+        assert max(errors) < 3.3 * max(map_and_route("softmax", kernel, **how))
 
 
+@pytest.mark.parametrize("decay", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("attn", ALL)
-def test_precision_of_the_fast_form(attn, dtype):
-    check_precision(attn, "sdpa", dtype, "cpu")
+def test_precision_of_the_fast_form(attn, dtype, decay):
+    check_precision(attn, "sdpa", dtype, "cpu", decay)
 
 
 @pytest.mark.parametrize("decay", [False, True])
@@ -944,64 +930,59 @@ def test_precision_of_the_fast_form(attn, dtype):
 @pytest.mark.parametrize("attn", ["softmax", "diff"])
 def test_routes_equal_the_map(attn, kernel, decay, monkeypatch):
     """What each route does to q, k, v and the mask, in float64: the kernels by their CPU twins."""
-    calls, asked = fake_flash_attn(monkeypatch), any_backend(monkeypatch)
-    for T in (1, 2, 70):
-        _, (expected, y) = map_and_route(attn, kernel, T, decay=decay)
+    calls = fake_kernels(monkeypatch)
+    for T in (2, 70):
         bound = 1e-6 if kernel == "flash_attn" and decay else 1e-10  # its slopes are float32
-        assert max((a - b).abs().max() / b.abs().max().clamp(min=1) for a, b in zip(y, expected)) < bound
+        assert max(map_and_route(attn, kernel, T, decay=decay)) < bound
     halves = 2 if attn == "diff" else 1
-    assert calls == ([(2, T, 4, 8) for T in (1, 2, 70) for _ in range(halves)] if kernel == "flash_attn" else [])
-    backends = dict(sdpa=["FLASH_ATTENTION"] * 3, cudnn=["FLASH_ATTENTION"] + ["CUDNN_ATTENTION"] * 2,
-                    efficient=["EFFICIENT_ATTENTION"] * 3, flash_attn=[])  # fmt: skip
-    assert asked == backends[kernel]
+    expected = dict(sdpa=["FLASH_ATTENTION"] * 2, cudnn=["CUDNN_ATTENTION"] * 2, efficient=["EFFICIENT_ATTENTION"] * 2)
+    assert calls == expected.get(kernel, ["flash_attn"] * 2 * halves)
 
 
 def test_a_kernel_that_cannot_run_or_is_wrong_is_an_error(monkeypatch):
     model = tiny("diff", decay=True)
     assert pick_kernel(model) == ("sdpa", "") and pick_kernel(model, "sdpa", torch.bfloat16) == ("sdpa", "")
     for name in ("cudnn", "efficient", "flash_attn"):
-        with pytest.raises(ValueError, match=f"{name} can't run here: needs a CUDA device") as e:
+        with pytest.raises(ValueError, match=f"{name} can't run here: needs a CUDA device"):
             pick_kernel(model, name)
-        assert "\n" not in str(e.value)
     for other in (tiny("linear"), tiny("diff", flash=False)):
         assert pick_kernel(other) == (None, "")
         with pytest.raises(ValueError, match="sdpa would not be used"):
             pick_kernel(other, "sdpa")
-    forgets = model_module.sdpa
-    monkeypatch.setattr(model_module, "sdpa", lambda q, k, v, rate, kernel: forgets(q, k, v, None, kernel))
+    right = model_module.sdpa
+    monkeypatch.setattr(model_module, "sdpa", lambda q, k, v, rate, kernel: right(q, k, v, None, kernel))  # no decay
     with pytest.raises(ValueError, match="its result differs from the map's"):
         pick_kernel(model)
-    assert "kernel" not in vars(model.config)  # a checkpoint made on a GPU loads on a CPU
-
 
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
 @cuda
+@pytest.mark.parametrize("decay", [False, True])
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("attn", ALL)
-def test_cuda_routes_equal_the_map(attn, dtype, kernel):
-    if attn in LINEAR and kernel != "sdpa":
-        pytest.skip("the linear arms have no kernel to choose")
+def test_cuda_routes_equal_the_map(attn, dtype, kernel, decay):
     torch.set_float32_matmul_precision("highest")
-    if attn not in LINEAR:
-        try:
-            pick_kernel(tiny(attn, n_embd=256).cuda(), kernel, dtype)
-        except ValueError as e:
-            pytest.skip(str(e))
-    check_precision(attn, kernel, dtype, "cuda")
+    try:
+        pick_kernel(tiny(attn, n_embd=256, decay=decay).cuda(), kernel if attn not in LINEAR else "auto", dtype)
+    except ValueError as e:
+        pytest.skip(str(e))
+    check_precision(attn, kernel, dtype, "cuda", decay)
 
 
 @cuda
 @pytest.mark.parametrize("attn", ALL)
-def test_cuda_compiled_equals_eager_and_a_step_changes_every_parameter(attn):
+def test_cuda_compiled_equals_eager(attn):
+    """A training step, which changes every parameter, and the steps of the sampler as CUDA graphs."""
     torch._dynamo.reset()
-    model = tiny(attn, n_embd=256).cuda()
+    model, losses = tiny(attn, n_embd=256, block_size=16, decay=True).cuda(), []
+    idx = tokens(2, 129).cuda()
+    step = torch.compile(model.step, mode="reduce-overhead", fullgraph=True)
+    eager, compiled = (torch.stack(list(model.generate(idx[:, :7], 40, temperature=0, step=s))) for s in (None, step))
+    assert (eager == compiled).float().mean() > 0.9  # another order of sums may turn a near tie
     pick_kernel(model, "auto", torch.bfloat16)
-    idx = torch.randint(97, (2, 129), generator=seeded(0)).cuda()
-    losses = []
     for run in (model, torch.compile(model, fullgraph=True)):
         with torch.autocast("cuda", torch.bfloat16):
             losses.append(run(idx[:, :-1], idx[:, 1:])[1])
@@ -1009,18 +990,7 @@ def test_cuda_compiled_equals_eager_and_a_step_changes_every_parameter(attn):
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     losses[1].backward()
     torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True).step()
-    assert [n for n, p in model.named_parameters() if torch.equal(p, before[n]) or not p.isfinite().all()] == []
-
-
-@cuda
-@pytest.mark.parametrize("attn", ALL)
-def test_cuda_graph_of_a_step_equals_eager(attn):
-    torch._dynamo.reset()
-    model = tiny(attn, block_size=16, decay=True).cuda()
-    step = torch.compile(model.step, mode="reduce-overhead", fullgraph=True)
-    idx = torch.randint(97, (2, 7), generator=seeded(1)).cuda()
-    eager, compiled = (torch.stack(list(model.generate(idx, 40, temperature=0, step=s))) for s in (None, step))
-    assert (eager == compiled).float().mean() > 0.9  # another order of sums may turn a near tie
+    assert not any(torch.equal(p, before[n]) or not p.isfinite().all() for n, p in model.named_parameters())
 
 
 # ---- bench.py and experiments
