@@ -5,16 +5,18 @@ Four attentions in one GPT, each written in three forms.
     softmax     softmax         diff            (Differential Transformer, arXiv 2410.05258, "the paper" below)
     linear      linear          diff_linear     (linear: Transformers are RNNs, arXiv 2006.16236)
 
-Attention multiplies the values V by a causal T x T matrix A, "the map", which is always made in one way:
+Attention multiplies the values V by a causal T x T matrix A, "the map". One map is made like this:
     A_ij = w_ij D_ij / z_i      weights w, times the mask D, divided by the row sums z_i = sum over j of w_ij D_ij
-    w_ij = exp(q_i . k_j / sqrt(d)) in the softmax arms, phi(q_i) . phi(k_j) in the linear arms
+    w_ij = exp(q_i . k_j / sqrt(d)) in the softmax arms, phi(q_i) . phi(k_j) in the linear arms (where z is not rotated)
     D_ij = 1 for j <= i, else 0; with `decay` D_ij = gamma^(i - j) for j <= i, so that a head forgets
-The three forms: the map, A itself, O(T^2), to look at and to test; the fast form, A V without ever holding A, to train;
-the step, one token at a time from a state, to sample. `python model.py` shows that they agree.
+A differential arm has A = A_1 - lambda A_2, two such maps, its branches, and a learned lambda in each layer.
+
+Three forms: the map, A itself, O(T^2), to look at and to test; the fast form, A V without A (with decay a softmax
+kernel still gets log D), to train; the step, one token at a time from a state, to sample.
 
 Shapes: B batch, T time, C channels (n_embd), H heads of the softmax model (n_head), d = C/H. q and k are (B, H, T, d)
-in every arm. A differential head is made of two neighbours of these heads, 2j and 2j+1, with one value for both: there
-are h = H/2 of them and v is (B, h, T, 2d). The head count is halved, never d. In the other arms h = H.
+in every arm. Heads 2j and 2j+1 are the branches of differential head j and share one value: h = H/2 and v is
+(B, h, T, 2d). The head count is halved, never d. In the other arms h = H and v is (B, h, T, d).
 """
 import hashlib
 import math
@@ -45,7 +47,7 @@ class GPTConfig:
     n_embd: int = 768
     rope_theta: float = 10000.0  # base of the rotary angles; 0: no positions at all
     flash: bool = True  # the fast form; False: the map
-    decay: bool = False  # heads forget
+    decay: bool = False  # heads forget, each at a fixed rate: see Attention.rate
     subln: bool | None = None  # RMSNorm on each head's output; None: on in the differential arms only
     subln_init: float = 1.0  # the initial weight of that norm
     lambda_init: float | None = None  # None: the paper's, by depth; the arms with one map ignore it
@@ -79,15 +81,17 @@ def rotate(x, R):
 
 
 def log_mask(rate, T, rows=None):
-    """log D, (h, T, T), or some of its rows, of gamma = exp(-rate), rate (h, 1, 1); gamma's exponents are never < 0."""
+    """log D for gamma = exp(-rate), rate (h, 1, 1): -(i - j) rate where j <= i, else -inf. (h, T, T), or only the rows
+    in `rows`. Only what is <= 0 is ever put through exp: nothing overflows."""
     j = torch.arange(T, device=rate.device)
     distance = (j if rows is None else rows)[:, None] - j
-    return (-rate * distance.clamp(min=0)).masked_fill(distance < 0, -math.inf)
+    return (-rate * distance).masked_fill(distance < 0, -math.inf)
 
 
 class Attention(nn.Module):
-    """What the four share. layer(x) maps (B, T, C) to (B, T, C). layer.map(x) and, with layer.flash = False, layer(x)
-    go through layer.scores(q, k, R), (B, H, T, T): what stands before mask and normalisation in every branch.
+    """What the four share; a class below adds scores, A, fast, begin and row. layer(x) maps (B, T, C) to (B, T, C).
+    layer.map(x) and, with layer.flash = False, layer(x) go through layer.scores(q, k, R), (B, H, T, T), what stands
+    before mask and normalisation: a measurement can look at the scores or replace them.
     Parameters have the names and shapes of Microsoft's released layer, whose weights load as they are."""
 
     branches = 1  # maps per head
@@ -96,17 +100,17 @@ class Attention(nn.Module):
         super().__init__()
         C, H = config.n_embd, config.n_head
         self.config, self.n_head, self.h, self.d = config, H, H // self.branches, C // H
-        self.flash, self.kernel, self.scale = config.flash, "sdpa", 1.0
+        self.flash, self.kernel, self.subln_scale = config.flash, "sdpa", 1.0
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(C, C, bias=False) for _ in range(4))
         subln = self.branches == 2 if config.subln is None else config.subln
         self.subln = nn.RMSNorm(C // self.h, eps=NORM_EPS) if subln else None  # one weight for all heads
 
     def forward(self, x, R=None):
-        """To train. R: self.rotation(x), the same for all layers of a model."""
+        """R: self.rotation(x), the same for all layers of a model."""
         return self.attend(*self.project(x), self.rotation(x) if R is None else R)
 
     def prefill(self, x, R, state):
-        """The same, and fills state, an empty dict, with the tensors that `step` goes on from, T tokens so far."""
+        """Like forward. Also fills the dict `state` for step: begin's tensors, and "T", the number of tokens so far."""
         q, k, v = self.project(x)
         state.update(self.begin(k, v, R), T=torch.tensor([x.shape[1]], device=x.device))
         return self.attend(q, k, v, R)
@@ -131,7 +135,7 @@ class Attention(nn.Module):
 
     def out(self, y, dtype):
         if self.subln is not None:  # y is (B, h, T, C/h)
-            y = self.subln(y.type_as(self.subln.weight)) * self.scale
+            y = self.subln(y.type_as(self.subln.weight)) * self.subln_scale
         return self.out_proj(y.transpose(1, 2).flatten(2).to(dtype))
 
     def rotation(self, x, start=0):
@@ -143,10 +147,11 @@ class Attention(nn.Module):
         return torch.stack((angle.cos(), angle.sin()), -1).to(torch.promote_types(x.dtype, torch.float32))
 
     def rate(self, x):
-        """-log gamma = 1/span of each branch, (H, 1, 1); spans are 4 to 2 block_size tokens, evenly spaced in log."""
+        """-log gamma = 1/span of each head of q and k, (H, 1, 1); 0 without decay. The spans of the h heads go from 4
+        to 2 block_size tokens, evenly spaced in log. The branches of a head share one: `fold` needs that."""
         like = dict(dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-        spans = torch.logspace(2, math.log2(2 * self.config.block_size), self.h, 2, **like)
-        return (self.config.decay / spans).repeat_interleave(self.branches)[:, None, None]
+        spans = torch.logspace(2, math.log2(2 * self.config.block_size), self.h, base=2, **like)
+        return (float(self.config.decay) / spans).repeat_interleave(self.branches)[:, None, None]
 
 
 class Softmax(Attention):
@@ -170,22 +175,22 @@ class Softmax(Attention):
         t, K, V = state["T"], state["k"], state["v"]
         K.index_copy_(2, t, rotate(k, R))  # IndexError when the cache is full
         V.index_copy_(2, t, v)
-        with torch.autocast(q.device.type, enabled=False):  # scores in float32, as in the other forms
-            S = wide(rotate(q, R)) @ wide(K).mT * self.d**-0.5  # (B, H, 1, block_size)
-        A = (S + log_mask(self.rate(q), K.shape[2], t)).softmax(-1)
+        with torch.autocast(q.device.type, enabled=False):  # scores in float32, as in the fast form
+            scores = wide(rotate(q, R)) @ wide(K).mT * self.d**-0.5  # (B, H, 1, block_size)
+        A = (scores + log_mask(self.rate(q), K.shape[2], t)).softmax(-1)
         y = A.view(len(V), self.h, self.branches, -1).to(V.dtype) @ V  # the branches of a head share its V
         return y.flatten(1, 2).unsqueeze(2)  # (B, H, 1, C/h)
 
 
 class Difference:
-    """What makes an attention differential: two maps per head, whose difference counts, and a norm with a factor."""
+    """Stands before Softmax or Linear in a class: two branches a head, A_1 - lambda A_2, and a norm that is scaled."""
 
     branches = 2
 
     def __init__(self, config, depth):
         super().__init__(config, depth)  # depth is l - 1 in the paper: it counts layers from 1, in Section 2.1
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth) if config.lambda_init is None else config.lambda_init
-        self.scale = 1 - self.lambda_init  # Eq. 3
+        self.subln_scale = 1 - self.lambda_init  # Eq. 3
         lambdas = (nn.Parameter(torch.empty(self.d)) for _ in range(4))
         self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = lambdas
 
@@ -217,15 +222,16 @@ def phi(x):
 
 
 def chunkwise(q, k, v, rate):
-    """sum over j <= i of gamma^(i - j) (q_i . k_j) v_j, in O(T): inside a chunk by the masked product, and for what
-    was before it by the earlier chunks' states S = sum of k_j v_j^T, faded by the distance and added up by a matmul."""
-    T, N = v.shape[2], -(-v.shape[2] // CHUNK)  # q and k are (B, h, T, D), v is (B, h, T, d_v)
+    """sum over j <= i of gamma^(i - j) (q_i . k_j) v_j, O(T) but for L. Inside a chunk the masked product; for what was
+    before it the earlier chunks' states S = sum of k_j v_j^T, each faded by its distance.
+    q, k (B, h, T, F), v (B, h, T, d_v), rate (h, 1, 1), to (B, h, T, d_v)."""
+    T, N = v.shape[2], -(-v.shape[2] // CHUNK)
     q, k, v = (F.pad(x.to(v.dtype).contiguous(), (0, 0, 0, -T % CHUNK)).unflatten(2, (N, CHUNK)) for x in (q, k, v))
+    # gamma^(i - j) = D from j to the end of its chunk, times L to the beginning of i's chunk, times fade to i
     D = log_mask(rate, CHUNK).exp()[:, None].to(v.dtype)
-    # the way from a token to one in a later chunk: to its chunk's end by D, to the later one's start by L, then by fade
-    L = log_mask(CHUNK * rate, N, torch.arange(-1, N - 1, device=v.device)).exp().to(v.dtype)
-    fade = ((-rate).exp()[:, None] * D[..., :1]).to(v.dtype)  # gamma^(i + 1)
-    S = (k * D[:, :, -1, :, None]).mT @ v  # (B, h, N, D, d_v), at the chunk's end
+    L = log_mask(CHUNK * rate, N, torch.arange(-1, N - 1, device=v.device)).exp().to(v.dtype)  # row n: chunks 0 to n-1
+    fade = (-rate * torch.arange(1, CHUNK + 1, device=v.device)[:, None]).exp()[:, None].to(v.dtype)
+    S = (k * D[:, :, -1, :, None]).mT @ v  # (B, h, N, F, d_v), at the chunk's end
     before = (L @ S.flatten(3)).reshape(S.shape)
     return ((q @ k.mT * D) @ v + (q * fade) @ before).flatten(2, 3)[:, :, :T]
 
@@ -242,12 +248,14 @@ class Linear(Attention):
         z = (wide(phi(q) @ phi(k).mT) * D).sum(-1, keepdim=True) + Z_EPS
         return wide(self.scores(q, k, R)) * D / z
 
-    def fold(self, q, k):  # from (B, H, T, d) of the branches to (B, h, T, .) of the one attention that computes A V
+    def fold(self, q, k):
+        """Joins the branches of a head along d, (B, H, T, d) to (B, h, T, branches d). With one: nothing to do."""
         return q, k
 
     def fast(self, q, k, v, R):
         q, k, rate, one = phi(q), phi(k), self.rate(q), q.new_ones(1, 1, q.shape[2], 1)
-        z = (wide(q) * chunkwise(one, one, k, rate)).sum(-1, keepdim=True) + Z_EPS  # q_i . sum of gamma^(i - j) k_j
+        Z = chunkwise(one, one, k, rate)  # with q = k = 1 and v = k it is the decayed running sum of k
+        z = (wide(q) * Z).sum(-1, keepdim=True) + Z_EPS
         q, k = self.fold(rotate(q, R) / z, rotate(k, R))
         return chunkwise(q, k, v, rate[:: self.branches])
 
@@ -266,12 +274,13 @@ class Linear(Attention):
         z = (q * state["Z"]).sum(-1, keepdim=True) + Z_EPS
         q, k = self.fold(rotate(q, R) / z, rotate(k, R))
         state["S"].mul_(gamma[:: self.branches]).add_(wide(k).mT * wide(v))
-        return wide(q) @ state["S"]  # (B, h, 1, C/h)
+        return (wide(q).mT * state["S"]).sum(2, keepdim=True)  # (B, h, 1, C/h), in float32 under autocast too
 
 
 class DiffLinear(Difference, Linear):
-    """A = A_1 - lambda A_2 of two linear maps. A linear map is linear in its features, so this is one linear attention
-    with signed features of twice the size: A_ij = [q_1/z_1, -lambda q_2/z_2]_i . [k_1, k_2]_j D_ij"""
+    """A = A_1 - lambda A_2 of two linear maps. 1/z and lambda depend on the row i alone, so they move into q, and this
+    is one linear attention with signed features of twice the size:
+    A_ij = [q_1/z_1, -lambda q_2/z_2]_i . [k_1, k_2]_j D_ij. So `fold` is all that the fast form and the step need."""
 
     def fold(self, q, k):
         q = torch.cat((q[:, 0::2], -self.lambda_full() * q[:, 1::2]), -1)
@@ -292,9 +301,9 @@ class Block(nn.Module):
         self.mlp = nn.ModuleDict({name: nn.Linear(C, width, bias=False) for name in ("gate_proj", "up_proj")})
         self.mlp["down_proj"] = nn.Linear(width, C, bias=False)
 
-    def forward(self, x, attend, *args):
-        """attend: self.attn, self.attn.prefill or self.attn.step; args: what it takes beside x."""
-        x = x + attend(self.norm1(x), *args)
+    def forward(self, x, attention, *args):
+        """attention: self.attn, self.attn.prefill or self.attn.step; args: what it takes beside x."""
+        x = x + attention(self.norm1(x), *args)
         y, mlp = self.norm2(x), self.mlp
         return x + mlp["down_proj"](F.silu(mlp["gate_proj"](y)) * mlp["up_proj"](y))
 
@@ -312,17 +321,22 @@ class GPT(nn.Module):
             self.wte = nn.Embedding(rows, config.n_embd)
             self.blocks = nn.ModuleList(Block(config, depth) for depth in range(config.n_layer))
             self.norm = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
+        if seed is not None:
+            self.load_state_dict(self.draw(seed), assign=True)
+
+    def draw(self, seed):
+        """The initial weights, by name."""
         weights = {}
-        for name, p in [] if seed is None else self.named_parameters():
+        for name, p in self.named_parameters():
             digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
             std = 0.1 if "lambda" in name else 0.02
             if "out_proj" in name or "down_proj" in name:
-                std /= math.sqrt(2 * config.n_layer)
+                std /= math.sqrt(2 * self.config.n_layer)
             weights[name] = torch.randn(p.shape, generator=generator) * std
             if "norm" in name or "subln" in name:
-                weights[name].fill_(config.subln_init if "subln" in name else 1.0)
-        self.load_state_dict(weights, strict=bool(weights), assign=True)
+                weights[name].fill_(self.config.subln_init if "subln" in name else 1.0)
+        return weights
 
     def forward(self, idx, targets=None):
         """logits (B, T, vocab_size), without gradients, and the mean loss in nats; without targets the last position's
@@ -345,8 +359,8 @@ class GPT(nn.Module):
         R = self.blocks[0].attn.rotation(x)
         for block, s in zip(self.blocks, state):
             x = block(x, block.attn.prefill, R, s)
-        for t in (t for s in state for t in s.values()):
-            torch._dynamo.mark_static_address(t, guard=False)  # so that a CUDA graph of the step may write to it
+            for t in s.values():
+                torch._dynamo.mark_static_address(t, guard=False)  # so that a CUDA graph of the step may write to it
         return self.logits(x[:, -1:]), state
 
     def step(self, idx, state):
@@ -359,13 +373,13 @@ class GPT(nn.Module):
 
     @torch.inference_mode()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, step=None):
-        """Yields max_new_tokens times the next token, (B,) int64, of each row of idx, (B, T). temperature 0 takes the
-        likeliest; top_k keeps that many; top_p the fewest whose probabilities reach it. step: torch.compile's of
-        self.step. The softmax arms, when their cache of block_size tokens is full, begin again from its last half:
-        keys dropped one by one would leave values that depend on them."""
+        """Yields max_new_tokens times the next token, (B,) int64, of each row of idx, (B, T).
+        temperature 0 takes the likeliest; top_k keeps so many; top_p the smallest set that reaches this probability.
+        step: self.step, compiled. The softmax arms prefill again from the last half when their cache of block_size
+        tokens is full: dropping the oldest keys would leave values that depend on them."""
         if not temperature >= 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
             raise ValueError(f"need temperature >= 0, top_k >= 1, 0 < top_p <= 1: {temperature=} {top_k=} {top_p=}")
-        room = self.config.block_size if isinstance(self.blocks[0].attn, Softmax) else 0  # 0: without end
+        room = self.config.block_size if isinstance(self.blocks[0].attn, Softmax) else 0  # 0: no limit
         kept, state = idx[:, -room:], None
         for _ in range(max_new_tokens):
             if state is None or 0 < room < kept.shape[1]:
@@ -426,12 +440,12 @@ def next_token(logits, temperature, top_k, top_p, generator):
         return torch.multinomial(p, 1, generator=generator)
     p, token = p.sort(-1, descending=True)
     p[:, top_k or p.shape[-1] :] = 0
-    reached = p.cumsum(-1) - p >= (top_p or 2) * p.sum(-1, keepdim=True)  # by the tokens before it
+    reached = p.cumsum(-1) - p >= (top_p or 2) * p.sum(-1, keepdim=True)  # by the likelier ones; 2 is never reached
     p[:, 1:][reached[:, 1:]] = 0
     return token.gather(-1, torch.multinomial(p, 1, generator=generator))
 
 
-BACKENDS = dict(  # of F.scaled_dot_product_attention; its math path, which holds the map, is not for CUDA
+BACKENDS = dict(  # of F.scaled_dot_product_attention; on CUDA never its slow math path, which makes the whole map
     sdpa=[SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
     cudnn=[SDPBackend.CUDNN_ATTENTION],
     efficient=[SDPBackend.EFFICIENT_ATTENTION],
@@ -443,8 +457,8 @@ def sdpa(q, k, v, rate, kernel):
     """softmax(q k^T / sqrt(d) + log D) v, (B, H, T, d_v), without holding the map. q and k are (B, H, T, d); each head
     of v, (B, h, T, d_v), serves H/h neighbours of theirs. rate: (H, 1, 1), or None without decay."""
     T, d, d_v = *q.shape[2:], v.shape[-1]
-    kernel = "sdpa" if T == 1 and kernel == "cudnn" else kernel  # it refuses a single key
-    if kernel != "cudnn":  # it takes v as it is, and d_v = 2d
+    kernel = "sdpa" if T == 1 and kernel == "cudnn" else kernel  # cudnn refuses a single key
+    if kernel != "cudnn":  # which takes fewer heads of v, and d_v = 2d
         v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     if kernel == "flash_attn":  # (B, T, H, d), and d_v = d only, so V goes in two halves: the paper's FlashDiffAttn_2
         from flash_attn import flash_attn_func
@@ -501,7 +515,7 @@ def pick_kernel(model, name="auto", dtype=torch.float32):
     raise ValueError(whys[-1])
 
 
-if __name__ == "__main__":  # of each arm, how near its three forms are (in the logits, float64), and a map
+if __name__ == "__main__":  # for each arm the largest difference between its forms (last logits, float64), and a map
     torch.set_grad_enabled(False)
     idx = torch.arange(200)[None] % 97
     for attn in ATTENTION:

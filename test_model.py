@@ -11,6 +11,7 @@ import json
 import math
 import os
 import pickle
+import re
 import random as stdlib_random
 import resource
 import shutil
@@ -18,6 +19,7 @@ import signal
 import struct
 import subprocess
 import sys
+import textwrap
 import time
 from argparse import Namespace
 from contextlib import contextmanager, nullcontext, suppress
@@ -991,6 +993,28 @@ def test_cuda_compiled_equals_eager(attn):
     losses[1].backward()
     torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True).step()
     assert not any(torch.equal(p, before[n]) or not p.isfinite().all() for n, p in model.named_parameters())
+
+
+# ---- README.md
+
+
+def test_the_readme_quotes_the_code_and_its_flags_exist(tmp_path, monkeypatch, capsys):
+    """Quoted lines stand in model.py, the fifth arm trains, and every flag of every command is one of its program."""
+    readme, code = (HERE / "README.md").read_text(), (HERE / "model.py").read_text()
+    *quoted, fifth = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    for part in "\n\n".join(quoted).split("\n\n"):
+        assert part.rstrip() in code or textwrap.indent(part.rstrip(), "    ") in code
+    monkeypatch.chdir(tmp_path)
+    exec(fifth.replace("--steps=20", "--steps=2 --eval_tokens=256".replace(" ", '", "')), {})
+    assert ATTENTION.pop("qknorm") and Path("out/qknorm/ckpt.pt").exists()
+    programs = {"train.py": train, "sample.py": sample, "bench.py": bench, "prepare_fineweb.py": prepare_fineweb,
+                "experiments.recall": recall, "experiments.ablations": ablations}  # fmt: skip
+    for name, flags in re.findall(r"^    .*?([\w.]+\.py|experiments\.\w+)\b([^#&\n]*)", readme, re.MULTILINE):
+        if name in programs:
+            verb = ["loss"] if name == "bench.py" else []
+            with pytest.raises(SystemExit):
+                programs[name].main([*verb, "--help"])
+            assert set(re.findall(r"--\w+", flags)) <= set(re.findall(r"--\w+", capsys.readouterr().out))
 
 
 # ---- bench.py and experiments
