@@ -690,7 +690,7 @@ def test_stopped_anywhere_it_ends_in_the_same_bits(more, capfd):
 
 def test_the_last_good_checkpoint_stays(monkeypatch, capfd):
     flags = [*TOY, "--attn=softmax", "--out=full"]
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # torch.save raises a RuntimeError
     assert forked(*flags, nth=4, do=limit) == 1 and GPT.load("full/ckpt.pt").extra["step"] == 2
     assert capfd.readouterr().err.splitlines()[-1].startswith("OSError: ")  # of which the program says the message
     assert forked(*flags) == 0 and trace("full") == undisturbed(*TOY, "--attn=softmax")
