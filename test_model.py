@@ -1106,10 +1106,10 @@ def test_recall():
     ("bench.py slices --ckpt=nameless.pt", "does not say what it was trained on"),
     ("bench.py loss", "no runs there"),
     ("prepare_fineweb.py --shard_tokens=0", "a shard has 1 to"),
-    ("prepare_fineweb.py --source=latin.txt", "latin.txt: 'utf-8' codec can't decode byte 0xff"),
-    ("prepare_fineweb.py --source=cut.jsonl.gz", "cut.jsonl.gz: Compressed file ended"),
-    ("prepare_fineweb.py --source=field.jsonl", "has no column text"),
-    ("prepare_fineweb.py --source=broken.parquet", "broken.parquet: "),
+    ("prepare_fineweb.py --tokenizer=bytes --source=latin.txt", "latin.txt: 'utf-8' codec can't decode byte 0xff"),
+    ("prepare_fineweb.py --tokenizer=bytes --source=cut.jsonl.gz", "cut.jsonl.gz: Compressed file ended"),
+    ("prepare_fineweb.py --tokenizer=bytes --source=field.jsonl", "has no column text"),
+    ("prepare_fineweb.py --tokenizer=bytes --source=broken.parquet", "broken.parquet: "),
 ])  # fmt: skip
 def test_bad_input_is_said_clearly(command, says, monkeypatch, capsys):
     beyond = struct.pack("<256i9000H", 20240520, 1, 9000, *[0] * 253, *[300] * 9000)
