@@ -122,7 +122,6 @@ def load_data(path):
             raise ValueError(f"{path} is not UTF-8 text: {e}") from None
     else:
         from pydoc_data.topics import topics
-
         documents = [text.encode() for text in topics.values()]
     pieces = []
     for document in documents:

@@ -153,7 +153,7 @@ def equations(layer, x, spans):
 @pytest.mark.parametrize("attn", ALL)
 def test_the_papers_equations(attn, subln, decay):
     layer, x = layer_of(attn, subln=subln, decay=decay), random(2, 13, 32)
-    spans = [4, 64] if attn in DIFF else [4, 4 * 16 ** (1 / 3), 4 * 16 ** (2 / 3), 64]  # from 4 to twice the block of 32
+    spans = [4, 64] if attn in DIFF else [4, 4 * 16 ** (1 / 3), 4 * 16 ** (2 / 3), 64]  # to twice the block of 32
     y, A = equations(layer, x, spans if decay else [math.inf] * 4)
     assert abs(layer.map(x).numpy(force=True) - A).max() < 1e-12
     assert abs(layer(x).numpy(force=True) - y).max() < 1e-12
@@ -183,16 +183,6 @@ def test_rotation_is_exact_far_away():
     turn = lambda y, m, **theta: rotate(y, tiny("linear", n_embd=256, **theta).blocks[0].attn.rotation(x, m))
     near, far = (turn(q, 19) * turn(k, 0)).sum(), (turn(q, 10_000_019) * turn(k, 10_000_000)).sum()
     assert abs(near - far) < 1e-4 and torch.equal(turn(q, 1000, rope_theta=0.0), q)
-
-
-@pytest.mark.parametrize("attn", ALL)
-def test_decay_never_overflows(attn):
-    """The shortest span is 4 tokens: over 3,000 of them gamma^(i - j) is 0 in float32, and a division by it infinite."""
-    layer, x = layer_of(attn, dtype=torch.float32, decay=True, block_size=4096, flash=True), random(1, 3000, 32)
-    with torch.no_grad():
-        y = layer(x.float())
-        layer.double().flash = False
-        assert relative(y, layer(x)) < 1e-4
 
 
 # ---- numerics that bite
@@ -302,6 +292,8 @@ def test_init_has_the_stated_spread_and_guesses():
         logits, loss = model(idx[:, :-1], idx[:, 1:])
         assert logits.shape == (4, 256, 97) and not logits.requires_grad
         assert loss.item() == pytest.approx(math.log(97), rel=0.03)
+        loss.backward()
+        assert all(p.grad.abs().max() > 0 for p in model.parameters())  # everything learns
         last, nothing = model(idx[:, :-1])
         assert nothing is None and torch.allclose(last, logits[:, -1:], atol=1e-5)
 
@@ -315,22 +307,6 @@ def test_compiles_to_one_graph_for_any_length(attn):
         loss = compiled(tokens(3, T), tokens(3, T))[1]
         loss.backward()
         assert loss.item() == pytest.approx(model(tokens(3, T), tokens(3, T))[1].item(), abs=1e-5)
-
-
-@pytest.mark.parametrize("attn", ALL)
-def test_overfits_one_batch_and_every_parameter_learns(attn):
-    torch.manual_seed(0)
-    model, idx = tiny(attn, decay=True), tokens(4, 33)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(200):
-        loss = model(idx[:, :-1], idx[:, 1:])[1]
-        if loss < 0.1:
-            return
-        optimizer.zero_grad()
-        loss.backward()
-        assert step > 0 or all(p.grad.abs().max() > 0 for p in model.parameters())
-        optimizer.step()
-    assert loss < 0.1
 
 
 # ---- one token at a time
@@ -382,7 +358,8 @@ def test_choices_follow_temperature_top_k_and_top_p():
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
     logits, g = p.log()[[2, 0, 3, 1]].expand(20_000, -1), seeded(0)  # token 1 is likeliest, then 3, 0, 2
     top_2, top_3 = [0.625, 0.375, 0, 0], [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0]
-    cases = [(1, None, None, p.tolist()), (0, None, None, [1, 0, 0, 0]), (0.5, None, None, (p**2 / (p**2).sum()).tolist()),
+    squared = (p**2 / (p**2).sum()).tolist()
+    cases = [(1, None, None, p.tolist()), (0, None, None, [1, 0, 0, 0]), (0.5, None, None, squared),
              (1, 2, None, top_2), (1, 99, None, p.tolist()), (1, None, 0.79, top_2), (1, None, 0.81, top_3),
              (1, 2, 0.6, [1, 0, 0, 0]), (1, None, 1.0, p.tolist()), (1, None, 1e-50, [1, 0, 0, 0]),
              (1e-50, None, None, [1, 0, 0, 0])]  # fmt: skip
@@ -425,7 +402,7 @@ def test_load_refuses_what_is_not_ours(tmp_path, monkeypatch):
     whole = Path("good.pt").read_bytes()
     flipped = bytearray(whole)
     flipped[whole.index(model.wte.weight.detach().numpy().tobytes()) + 1000] ^= 16  # one bit of one weight
-    bad = dict(empty=b"", cut=whole[: len(whole) // 2], almost=whole[:-100], flipped=flipped, bomb=pickle.dumps(Bomb(), 2))
+    bad = dict(empty=b"", cut=whole[:9000], almost=whole[:-100], flipped=flipped, bomb=pickle.dumps(Bomb(), 2))
     for name, content in bad.items():
         Path(name).write_bytes(content)
     for name, config in dict(foreign=None, bomb2=Bomb(), misfit=dict(TINY), unknown=dict(attn="quadratic")).items():
@@ -753,8 +730,8 @@ def test_two_processes_give_the_losses_of_one():
 
 
 def fake_kernels(monkeypatch):
-    """On a CPU: flash_attn_func, as far as model.py uses it, and cudnn and efficient by PyTorch's plain path, which takes
-    their shapes too. Returns what was called."""
+    """On a CPU: flash_attn_func, as far as model.py uses it, and cudnn and efficient by PyTorch's plain path, which
+    takes their shapes too. Returns what was called."""
     calls = []
 
     def flash_attn_func(q, k, v, softmax_scale, causal, alibi_slopes):  # (B, T, H, d), d_v = d
