@@ -92,7 +92,7 @@ def plot(df, x, y, hue="attn", panel=None, **axes):
             ax.plot(by_seed.index, by_seed, linewidth=0.6, alpha=0.3, **style)
             (lines[label],) = ax.plot(mean.index, mean, marker="os^Dvx*P"[number % 8], markersize=4, **style)
         ax.set(**dict(title=title, xlabel=x, ylabel=y) | axes)
-    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=4, fontsize="small")
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=3, fontsize="small")
     return figure
 
 
