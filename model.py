@@ -123,8 +123,9 @@ class Attention(nn.Module):
         return self.out(y, v.dtype)
 
     def map(self, x):
+        """The map of x (B, T, C), (B, h, T, T). Look at it in float32: bf16 rounds large scores before the softmax."""
         q, k, _ = self.project(x)
-        return self.A(q, k, self.rotation(x))  # (B, h, T, T)
+        return self.A(q, k, self.rotation(x))
 
     def project(self, x):
         q, k = (p(x).unflatten(-1, (self.n_head, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj))
