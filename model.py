@@ -23,7 +23,6 @@ import math
 import os
 import zipfile
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -34,11 +33,9 @@ NORM_EPS = 1e-5  # every RMSNorm, the head-wise one included
 Z_EPS = 1e-12  # keeps a linear row's sum from being exactly zero
 CHUNK = 64  # tokens per chunk of the linear arms' fast form
 
-
 @dataclass
 class GPTConfig:
-    """The model. ValueError, naming the field and the rule, for one that can't be built."""
-
+    """The model. ValueError for one that can't be built."""
     attn: str = "softmax"  # a name in ATTENTION
     block_size: int = 1024  # T in training, and the room in the softmax arms' cache
     vocab_size: int = 50257
@@ -55,30 +52,16 @@ class GPTConfig:
     def __post_init__(self):
         if self.attn not in ATTENTION:
             raise ValueError(f"attn must be one of {', '.join(ATTENTION)}, not {self.attn!r}")
-        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.n_head % ATTENTION[self.attn].branches:
-            raise ValueError(f"n_head must be even for {self.attn} (pairs of heads), not {self.n_head}")
-        if self.n_embd % (2 * self.n_head):
-            raise ValueError(f"n_embd must be a multiple of 2 n_head={2 * self.n_head} (rotary pairs): {self.n_embd}")
+        if self.n_head < 1 or self.n_head % ATTENTION[self.attn].branches or self.n_embd % (2 * self.n_head):
+            raise ValueError(f"n_head must be even in a diff arm, and n_embd a multiple of 2 n_head (pairs): {self}")
 
-
-def wide(x):
-    """x in float32, or wider if it is: for sums, norms and differences that bf16 would round away."""
-    return x if x.element_size() >= 4 else x.float()
-
+def wide(x): return x if x.element_size() >= 4 else x.float()  # for sums and norms that bf16 would round away
 
 def rotate(x, R):
     """R x for x (B, H, T, d): turns the neighbours (x_2i, x_2i+1) as one pair (RoFormer, arXiv 2104.09864, Eq. 34)."""
-    y = wide(x).unflatten(-1, (-1, 2))
-    if torch.compiler.is_compiling():  # Inductor has no code for complex numbers
-        cos, sin = R.unbind(-1)
-        y = y * cos[..., None] + y.flip(-1) * torch.stack((-sin, sin), -1)
-    else:  # a pair is a complex number: one product instead of four passes over memory
-        y = torch.view_as_real(torch.view_as_complex(y) * torch.view_as_complex(R))
-    return y.flatten(-2).to(x.dtype)
-
+    a, b = wide(x).unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = R.unbind(-1)
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(x.dtype)
 
 def log_mask(rate, T, rows=None):
     """log D for gamma = exp(-rate), rate (h, 1, 1): -(i - j) rate where j <= i, else -inf. (h, T, T), or only the rows
@@ -87,14 +70,12 @@ def log_mask(rate, T, rows=None):
     distance = (j if rows is None else rows)[:, None] - j
     return (-rate * distance).masked_fill(distance < 0, -math.inf)
 
-
 class Attention(nn.Module):
     """What the four share; a class below adds scores, A, fast, begin and row. layer(x) maps (B, T, C) to (B, T, C).
-    layer.map(x) and, with layer.flash = False, layer(x) go through layer.scores(q, k, R), (B, H, T, T), what stands
-    before mask and normalisation: a measurement can look at the scores or replace them.
-    Parameters have the names and shapes of Microsoft's released layer, whose weights load as they are."""
-
-    branches = 1  # maps per head
+    layer.map(x) is its map, (B, h, T, T): look at it in float32, bf16 rounds large scores. R is layer.rotation(x).
+    The map, and layer(x) without the fast form, go through layer.scores(q, k, R), (B, H, T, T), what stands before mask
+    and normalisation: a measurement can look at the scores or replace them. Parameters are named like Microsoft's."""
+    branches, narrower = 1, 0  # maps per head; by how much the MLP is narrower, to pay for an arm with more parameters
 
     def __init__(self, config, depth):
         super().__init__()
@@ -105,9 +86,8 @@ class Attention(nn.Module):
         subln = self.branches == 2 if config.subln is None else config.subln
         self.subln = nn.RMSNorm(C // self.h, eps=NORM_EPS) if subln else None  # one weight for all heads
 
-    def forward(self, x, R=None):
-        """R: self.rotation(x), the same for all layers of a model."""
-        return self.attend(*self.project(x), self.rotation(x) if R is None else R)
+    def map(self, x): return self.A(*self.project(x)[:2], self.rotation(x))
+    def forward(self, x, R=None): return self.attend(*self.project(x), self.rotation(x) if R is None else R)
 
     def prefill(self, x, R, state):
         """Like forward. Also fills the dict `state` for step: begin's tensors, and "T", the number of tokens so far."""
@@ -122,21 +102,15 @@ class Attention(nn.Module):
         state["T"] += 1
         return self.out(y, v.dtype)
 
-    def map(self, x):
-        """The map of x (B, T, C), (B, h, T, T). Look at it in float32: bf16 rounds large scores before the softmax."""
-        q, k, _ = self.project(x)
-        return self.A(q, k, self.rotation(x))
-
-    def project(self, x):
+    def project(self, x):  # to q, k (B, H, T, d), v (B, h, T, C/h)
         q, k = (p(x).unflatten(-1, (self.n_head, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj))
-        return q, k, self.v_proj(x).unflatten(-1, (self.h, -1)).transpose(1, 2)  # q, k (B, H, T, d), v (B, h, T, C/h)
+        return q, k, self.v_proj(x).unflatten(-1, (self.h, -1)).transpose(1, 2)
 
     def attend(self, q, k, v, R):
         return self.out(self.fast(q, k, v, R) if self.flash else self.A(q, k, R).to(v.dtype) @ v, v.dtype)
 
-    def out(self, y, dtype):
-        if self.subln is not None:  # y is (B, h, T, C/h)
-            y = self.subln(y.type_as(self.subln.weight)) * self.subln_scale
+    def out(self, y, dtype):  # of y (B, h, T, C/h)
+        y = y if self.subln is None else self.subln(y.type_as(self.subln.weight)) * self.subln_scale
         return self.out_proj(y.transpose(1, 2).flatten(2).to(dtype))
 
     def rotation(self, x, start=0):
@@ -145,24 +119,18 @@ class Attention(nn.Module):
         like, theta = dict(dtype=torch.float64, device=x.device), self.config.rope_theta
         m, i = start + torch.arange(x.shape[1], **like), torch.arange(self.d // 2, **like)
         angle = m[:, None] * (theta ** (-2 * i / self.d) if theta else 0 * i)
-        return torch.stack((angle.cos(), angle.sin()), -1).to(torch.promote_types(x.dtype, torch.float32))
+        return torch.stack((angle.cos(), angle.sin()), -1).to(wide(x[:0]))
 
     def rate(self, x):
         """-log gamma = 1/span of each head of q and k, (H, 1, 1); 0 without decay. The spans of the h heads go from 4
         to 2 block_size tokens, evenly spaced in log. The branches of a head share one: `fold` needs that."""
-        like = dict(dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-        spans = torch.logspace(2, math.log2(2 * self.config.block_size), self.h, base=2, **like)
-        return (float(self.config.decay) / spans).repeat_interleave(self.branches)[:, None, None]
-
+        span = torch.logspace(2, math.log2(2 * self.config.block_size), self.h, 2, dtype=torch.float64, device=x.device)
+        return (self.config.decay / span.to(wide(x[:0]))).repeat_interleave(self.branches)[:, None, None]
 
 class Softmax(Attention):
     """A = softmax(Q K^T / sqrt(d) + log D)"""
-
-    def scores(self, q, k, R):
-        return rotate(q, R) @ rotate(k, R).mT * self.d**-0.5  # (B, H, T, T)
-
-    def A(self, q, k, R):
-        return (wide(self.scores(q, k, R)) + log_mask(self.rate(q), q.shape[2])).softmax(-1)
+    def scores(self, q, k, R): return rotate(q, R) @ rotate(k, R).mT * self.d**-0.5  # (B, H, T, T)
+    def A(self, q, k, R): return (wide(self.scores(q, k, R)) + log_mask(self.rate(q), q.shape[2])).softmax(-1)
 
     def fast(self, q, k, v, R):
         return sdpa(rotate(q, R), rotate(k, R), v, self.rate(q) if self.config.decay else None, self.kernel)
@@ -178,14 +146,11 @@ class Softmax(Attention):
         V.index_copy_(2, t, v)
         with torch.autocast(q.device.type, enabled=False):  # scores in float32, as in the fast form
             scores = wide(rotate(q, R)) @ wide(K).mT * self.d**-0.5  # (B, H, 1, block_size)
-        A = (scores + log_mask(self.rate(q), K.shape[2], t)).softmax(-1)
-        y = A.view(len(V), self.h, self.branches, -1).to(V.dtype) @ V  # the branches of a head share its V
-        return y.flatten(1, 2).unsqueeze(2)  # (B, H, 1, C/h)
-
+        A = (scores + log_mask(self.rate(q), K.shape[2], t)).softmax(-1).view(len(V), self.h, self.branches, -1)
+        return (A.to(V.dtype) @ V).flatten(1, 2).unsqueeze(2)  # (B, H, 1, C/h): the branches of a head share its V
 
 class Difference:
     """Stands before Softmax or Linear in a class: two branches a head, A_1 - lambda A_2, and a norm that is scaled."""
-
     branches = 2
 
     def __init__(self, config, depth):
@@ -200,27 +165,15 @@ class Difference:
         q1, k1, q2, k2 = (wide(p) for p in (self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2))
         return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.lambda_init
 
-    def minus(self, y):  # of the branches' maps or outputs, (B, H, ...) to (B, h, ...)
-        return wide(y[:, 0::2]) - self.lambda_full() * wide(y[:, 1::2])
-
-    def A(self, *args):
-        return self.minus(super().A(*args))
-
+    def minus(self, y): return wide(y[:, 0::2]) - self.lambda_full() * wide(y[:, 1::2])  # of maps or outputs
+    def A(self, *args): return self.minus(super().A(*args))
 
 class Diff(Difference, Softmax):
     """A = A_1 - lambda A_2 = softmax(Q_1 K_1^T / sqrt(d)) - lambda softmax(Q_2 K_2^T / sqrt(d))     (Eq. 1)"""
+    def fast(self, *args): return self.minus(super().fast(*args))  # (A_1 - lambda A_2) V = A_1 V - lambda A_2 V
+    def row(self, *args): return self.minus(super().row(*args))
 
-    def fast(self, *args):
-        return self.minus(super().fast(*args))  # (A_1 - lambda A_2) V = A_1 V - lambda A_2 V
-
-    def row(self, *args):
-        return self.minus(super().row(*args))
-
-
-def phi(x):
-    """The feature map elu(x) + 1 (arXiv 2006.16236, Eq. 7), written so that bf16 keeps its tail below x = -6."""
-    return x.relu() + x.clamp(max=0).exp()
-
+def phi(x): return x.relu() + x.clamp(max=0).exp()  # elu(x) + 1 (arXiv 2006.16236, Eq. 7), so that bf16 keeps its tail
 
 def chunkwise(q, k, v, rate):
     """sum over j <= i of gamma^(i - j) (q_i . k_j) v_j, O(T) but for L. Inside a chunk the masked product; for what was
@@ -236,22 +189,16 @@ def chunkwise(q, k, v, rate):
     before = (L @ S.flatten(3)).reshape(S.shape)
     return ((q @ k.mT * D) @ v + (q * fade) @ before).flatten(2, 3)[:, :, :T]
 
-
 class Linear(Attention):
     """A_ij = (R_i phi(q_i)) . (R_j phi(k_j)) D_ij / z_i,   z_i = sum over j <= i of phi(q_i) . phi(k_j) D_ij
     Only the numerator is rotated (RoFormer, Section 3.3): entries may be negative, and rows need not sum to 1."""
-
-    def scores(self, q, k, R):
-        return rotate(phi(q), R) @ rotate(phi(k), R).mT  # (B, H, T, T)
+    def scores(self, q, k, R): return rotate(phi(q), R) @ rotate(phi(k), R).mT  # (B, H, T, T)
+    def fold(self, q, k): return q, k  # joins the branches of a head along d, (B, H, T, d) to (B, h, T, branches d)
 
     def A(self, q, k, R):
         D = log_mask(self.rate(q), q.shape[2]).exp()
         z = (wide(phi(q) @ phi(k).mT) * D).sum(-1, keepdim=True) + Z_EPS
         return wide(self.scores(q, k, R)) * D / z
-
-    def fold(self, q, k):
-        """Joins the branches of a head along d, (B, H, T, d) to (B, h, T, branches d). With one: nothing to do."""
-        return q, k
 
     def fast(self, q, k, v, R):
         q, k, rate, one = phi(q), phi(k), self.rate(q), q.new_ones(1, 1, q.shape[2], 1)
@@ -262,7 +209,7 @@ class Linear(Attention):
 
     def begin(self, k, v, R):
         """S = sum of gamma^(T-1-j) (R_j phi(k_j)) v_j^T, (B, h, ., C/h), and Z = sum of gamma^(T-1-j) phi(k_j)."""
-        k, age = wide(phi(k)), torch.arange(k.shape[2], device=k.device).flip(0)
+        k, age = wide(phi(k)), torch.arange(k.shape[2] - 1, -1, -1, device=k.device)
         fade = (-self.rate(k) * age[:, None]).exp()  # (H, T, 1)
         _, folded = self.fold(k, rotate(k, R) * fade)
         with torch.autocast(k.device.type, enabled=False):  # float32, since the steps add to it
@@ -277,28 +224,23 @@ class Linear(Attention):
         state["S"].mul_(gamma[:: self.branches]).add_(wide(k).mT * wide(v))
         return (wide(q).mT * state["S"]).sum(2, keepdim=True)  # (B, h, 1, C/h), in float32 under autocast too
 
-
 class DiffLinear(Difference, Linear):
     """A = A_1 - lambda A_2 of two linear maps. 1/z and lambda depend on the row i alone, so they move into q, and this
     is one linear attention with signed features of twice the size:
     A_ij = [q_1/z_1, -lambda q_2/z_2]_i . [k_1, k_2]_j D_ij. So `fold` is all that the fast form and the step need."""
-
     def fold(self, q, k):
         q = torch.cat((q[:, 0::2], -self.lambda_full() * q[:, 1::2]), -1)
         return q, torch.cat((k[:, 0::2], k[:, 1::2]), -1)
 
-
 ATTENTION = dict(softmax=Softmax, diff=Diff, linear=Linear, diff_linear=DiffLinear)
-
 
 class Block(nn.Module):
     """y = x + attention(norm(x)), then y + SwiGLU(norm(y)) with SwiGLU(x) = (silu(x W_g) * x W_u) W_d (Section 2.2)."""
-
     def __init__(self, config, depth):
         super().__init__()
-        C, width = config.n_embd, int(8 * config.n_embd / 3) // 8 * 8
+        C, self.attn = config.n_embd, ATTENTION[config.attn](config, depth)
+        width = int(8 * C / 3) // 8 * 8 - self.attn.narrower
         self.norm1, self.norm2 = nn.RMSNorm(C, eps=NORM_EPS), nn.RMSNorm(C, eps=NORM_EPS)
-        self.attn = ATTENTION[config.attn](config, depth)
         self.mlp = nn.ModuleDict({name: nn.Linear(C, width, bias=False) for name in ("gate_proj", "up_proj")})
         self.mlp["down_proj"] = nn.Linear(width, C, bias=False)
 
@@ -308,36 +250,28 @@ class Block(nn.Module):
         y, mlp = self.norm2(x), self.mlp
         return x + mlp["down_proj"](F.silu(mlp["gate_proj"](y)) * mlp["up_proj"](y))
 
-
 class GPT(nn.Module):
     """model(idx) and model(idx, targets), both (B, T) int64 below vocab_size, give (logits, loss). Any T will do.
     Each parameter is drawn from its own generator, seeded by (seed, name): what two arms share is the same bit for
     bit. N(0, 0.02); the matrices that end a residual branch smaller by sqrt(2 n_layer); the lambdas N(0, 0.1)."""
-
     def __init__(self, config, seed=1337):
         super().__init__()
         self.config, self.extra = config, {}
         with torch.device("meta"):  # the weights are drawn below, or loaded
-            rows = (config.vocab_size + 63) // 64 * 64  # matmuls like multiples of 64; the logits are cut back
-            self.wte = nn.Embedding(rows, config.n_embd)
+            self.wte = nn.Embedding((config.vocab_size + 63) // 64 * 64, config.n_embd)  # matmuls like multiples of 64
             self.blocks = nn.ModuleList(Block(config, depth) for depth in range(config.n_layer))
             self.norm = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
-        if seed is not None:
-            self.load_state_dict(self.draw(seed), assign=True)
+        weights = {} if seed is None else {name: self.draw(name, p, seed) for name, p in self.named_parameters()}
+        self.load_state_dict(weights, strict=seed is not None, assign=True)
 
-    def draw(self, seed):
-        """The initial weights, by name."""
-        weights = {}
-        for name, p in self.named_parameters():
-            digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
-            std = 0.1 if "lambda" in name else 0.02
-            if "out_proj" in name or "down_proj" in name:
-                std /= math.sqrt(2 * self.config.n_layer)
-            weights[name] = torch.randn(p.shape, generator=generator) * std
-            if "norm" in name or "subln" in name:
-                weights[name].fill_(self.config.subln_init if "subln" in name else 1.0)
-        return weights
+    def draw(self, name, p, seed):
+        if "norm" in name or "subln" in name:
+            return torch.full(p.shape, self.config.subln_init if "subln" in name else 1.0)
+        std = 0.1 if "lambda" in name else 0.02
+        if "out_proj" in name or "down_proj" in name:
+            std /= math.sqrt(2 * self.config.n_layer)
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        return torch.randn(p.shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))) * std
 
     def forward(self, idx, targets=None):
         """logits (B, T, vocab_size), without gradients, and the mean loss in nats; without targets the last position's
@@ -350,9 +284,6 @@ class GPT(nn.Module):
             return self.logits(x[:, -1:]), None
         logits = self.logits(x)
         return logits.detach(), F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten())
-
-    def logits(self, x):
-        return F.linear(self.norm(x), self.wte.weight)[..., : self.config.vocab_size]
 
     def prefill(self, idx):
         """The last position's logits, (B, 1, vocab_size), and the state that `step` goes on from: one dict a layer."""
@@ -372,87 +303,69 @@ class GPT(nn.Module):
             x = block(x, block.attn.step, R, s)
         return self.logits(x)
 
+    def logits(self, x): return F.linear(self.norm(x), self.wte.weight)[..., : self.config.vocab_size]
+
     @torch.inference_mode()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, step=None):
-        """Yields max_new_tokens times the next token, (B,) int64, of each row of idx, (B, T).
-        temperature 0 takes the likeliest; top_k keeps so many; top_p the smallest set that reaches this probability.
-        step: self.step, compiled. The softmax arms prefill again from the last half when their cache of block_size
-        tokens is full: dropping the oldest keys would leave values that depend on them."""
+        """Yields max_new_tokens times the next token, (B,) int64, of each row of idx, (B, T). temperature 0 takes the
+        likeliest; top_k keeps so many, top_p the smallest set that reaches this probability. step: it, compiled."""
         if not temperature >= 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
             raise ValueError(f"need temperature >= 0, top_k >= 1, 0 < top_p <= 1: {temperature=} {top_k=} {top_p=}")
         room = self.config.block_size if isinstance(self.blocks[0].attn, Softmax) else 0  # 0: no limit
         kept, state = idx[:, -room:], None
         for _ in range(max_new_tokens):
-            if state is None or 0 < room < kept.shape[1]:
-                kept = kept if state is None else kept[:, -max(1, room // 2) :]
+            if 0 < room < kept.shape[1]:  # to drop its oldest keys would leave values that saw them
+                kept, state = kept[:, -max(1, room // 2) :], None
+            if state is None:
                 logits, state = self.prefill(kept)
             else:
                 logits = (step or self.step)(x, state)
             x = next_token(logits[:, -1], temperature, top_k, top_p, generator)
-            kept = torch.cat((kept, x), 1) if room else kept
+            kept = torch.cat((kept, x), 1)
             yield x[:, 0]
-
-    def flops_per_token(self, T):
-        """FLOPs to train the *softmax* model of this size on one of T tokens, whatever self is: 6 a parameter (the tied
-        embedding once), 12 C T a layer for q k^T and A V. PaLM (arXiv 2204.02311), appendix B."""
-        N = sum(p.numel() for name, p in self.named_parameters() if "lambda" not in name and "subln" not in name)
-        return 6 * N + 12 * self.config.n_layer * self.config.n_embd * T
 
     def save(self, path, **extra):
         """Writes the model and extra (tensors and plain values) so that path is always whole; OSError if it can't."""
-        temporary = Path(f"{path}.tmp")
         try:
-            with open(temporary, "wb") as f:
+            with open(f"{path}.tmp", "wb") as f:
                 torch.save(dict(config=asdict(self.config), model=self.state_dict(), **extra), f)
                 f.flush()
                 os.fsync(f.fileno())
-            os.replace(temporary, path)
+            os.replace(f"{path}.tmp", path)
         except RuntimeError as e:  # torch.save's on a full disk
+            os.remove(f"{path}.tmp")
             raise OSError(f"{path} could not be written, is the disk full? ({e})".splitlines()[0]) from None
-        finally:
-            temporary.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path, device="cpu"):
         """The model that save() wrote, on device; what else was saved is in its .extra. Runs no code from the file.
         ValueError for a file that is not ours, cut short or damaged, or whose weights are not finite."""
-        with open(path, "rb") as f:
-            try:
-                if zipfile.ZipFile(f).testzip():
-                    raise ValueError("a checksum is wrong")
-                f.seek(0)
-                extra = torch.load(f, map_location="cpu", weights_only=True)
-                model = cls(GPTConfig(**extra.pop("config")), seed=None)
-                model.load_state_dict(extra.pop("model"), assign=True)
-                if not all(p.isfinite().all() for p in model.parameters()):
-                    raise ValueError("weights that are not finite")
-            except Exception as e:  # of a dozen classes, depending on the byte that is wrong
-                raise ValueError(f"{path} is not a whole checkpoint of this project: {e!r:.120}") from None
+        os.stat(path)
+        try:
+            if zipfile.ZipFile(path).testzip():
+                raise ValueError("a checksum is wrong")
+            extra = torch.load(path, map_location="cpu", weights_only=True)
+            model = cls(GPTConfig(**extra.pop("config")), seed=None)
+            model.load_state_dict(extra.pop("model"), assign=True)
+            if not all(p.isfinite().all() for p in model.parameters()):
+                raise ValueError("weights that are not finite")
+        except Exception as e:  # of a dozen classes, depending on the byte that is wrong
+            raise ValueError(f"{path} is not a whole checkpoint of this project: {e!r:.120}") from None
         model.extra = extra
         return model.to(device)
-
 
 def next_token(logits, temperature, top_k, top_p, generator):
     """The next token, (B, 1) int64, from logits (B, V): see GPT.generate."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     p = (wide(logits) / max(temperature, 1e-6)).softmax(-1)
-    if top_k is None and top_p is None:  # sorting 50,000 logits takes longer than all the rest
-        return torch.multinomial(p, 1, generator=generator)
-    p, token = p.sort(-1, descending=True)
-    p[:, top_k or p.shape[-1] :] = 0
-    reached = p.cumsum(-1) - p >= (top_p or 2) * p.sum(-1, keepdim=True)  # by the likelier ones; 2 is never reached
-    p[:, 1:][reached[:, 1:]] = 0
+    p, token = p.topk(min(top_k or p.shape[-1], p.shape[-1]))
+    p[:, 1:][p.cumsum(-1)[:, :-1] >= (top_p or 2) * p.sum(-1, keepdim=True)] = 0  # the likelier ones reach top_p
     return token.gather(-1, torch.multinomial(p, 1, generator=generator))
 
-
-BACKENDS = dict(  # of F.scaled_dot_product_attention; on CUDA never its slow math path, which makes the whole map
-    sdpa=[SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
-    cudnn=[SDPBackend.CUDNN_ATTENTION],
-    efficient=[SDPBackend.EFFICIENT_ATTENTION],
-)
-KERNELS = (*BACKENDS, "flash_attn")
-
+KERNELS = dict(  # SDPA's backends; never its math path, which is slow in silence and makes the whole map
+    sdpa=[SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], cudnn=[SDPBackend.CUDNN_ATTENTION],
+    efficient=[SDPBackend.EFFICIENT_ATTENTION], flash_attn=None)
 
 def sdpa(q, k, v, rate, kernel):
     """softmax(q k^T / sqrt(d) + log D) v, (B, H, T, d_v), without holding the map. q and k are (B, H, T, d); each head
@@ -463,7 +376,6 @@ def sdpa(q, k, v, rate, kernel):
         v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     if kernel == "flash_attn":  # (B, T, H, d), and d_v = d only, so V goes in two halves: the paper's FlashDiffAttn_2
         from flash_attn import flash_attn_func
-
         how = dict(softmax_scale=d**-0.5, causal=True, alibi_slopes=None if rate is None else rate.flatten().float())
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return torch.cat([flash_attn_func(q, k, part, **how) for part in v.split(d, -1)], -1).transpose(1, 2)
@@ -471,64 +383,48 @@ def sdpa(q, k, v, rate, kernel):
         q, k = F.pad(q, (0, d_v - d)), F.pad(k, (0, d_v - d))
     mask = None if rate is None else log_mask(rate, T).to(q.dtype)[None]  # (1, H, T, T)
     how = dict(attn_mask=mask, is_causal=mask is None, scale=d**-0.5, enable_gqa=v.shape[1] < q.shape[1])
-    with sdpa_kernel(BACKENDS[kernel] + ([] if q.is_cuda else [SDPBackend.MATH])):
+    with sdpa_kernel(KERNELS[kernel]):
         return F.scaled_dot_product_attention(q, k, v, **how)
 
-
-def check_kernel(layer, device, dtype):
-    """Raises an error if layer.kernel can't run or does not compute what the map does on random values."""
-    if layer.kernel != "sdpa" and device.type != "cuda":
-        raise ValueError(f"needs a CUDA device, not {device.type}")
-    random = dict(generator=torch.Generator(device).manual_seed(0), device=device, dtype=dtype, requires_grad=True)
-    q, k = torch.randn(2, 1, layer.n_head, 130, layer.d, **random)
-    v = torch.randn(1, layer.h, 130, layer.d * layer.branches, **random)
-    R = layer.rotation(v[:, 0])
-    by_map = Softmax.A(layer, q, k, R).to(dtype) @ v.repeat_interleave(layer.branches, 1)
-    fast = Softmax.fast(layer, q, k, v, R)
-    gradients = [torch.autograd.grad(wide(y).square().sum(), (q, k, v)) for y in (fast, by_map)]
-    for a, b in [(fast, by_map), *zip(*gradients)]:
-        if not (wide(a) - wide(b)).norm() < 0.05 * wide(b).norm():
-            raise ValueError("its result differs from the map's")
-
-
 def pick_kernel(model, name="auto", dtype=torch.float32):
-    """Puts one of KERNELS behind the softmax arms' fast form; "auto": the first, fastest first, that runs with dtype.
-    Returns its name and why a faster one could not be had; None and "" for a model that uses none.
-    ValueError with the reason when a kernel asked for by name can't run or would not be used."""
+    """Puts one of KERNELS behind the softmax arms' fast form; "auto": the first, fastest first, that gives what the map
+    gives for random q, k and v of this dtype, gradients too. Returns its name and why a faster one can't be had; None
+    and "" for a model that uses none. ValueError with the reason when a kernel asked for by name can't be had."""
     layers, device, whys = [block.attn for block in model.blocks], model.wte.weight.device, []
-    if not isinstance(layers[0], Softmax) or not layers[0].flash:
+    layer, cuda = layers[0], device.type == "cuda"
+    if not isinstance(layer, Softmax) or not layer.flash:
         if name != "auto":
             raise ValueError(f"kernel {name} would not be used: only the softmax arms have kernels, in their fast form")
         return None, ""
-    names = ["sdpa"]
-    if device.type == "cuda":
-        names = ["efficient", "sdpa"] if dtype == torch.float32 else ["sdpa", "efficient"]
-        if torch.backends.cudnn.version() > 91500:  # before, wrong results were reported where 128 does not divide T
-            names = ["cudnn", *names]
+    names = ["efficient", "sdpa"] if cuda and dtype == torch.float32 else ["sdpa", "efficient"]
+    if cuda and torch.backends.cudnn.version() > 91500:  # before, wrong results were reported if 128 does not divide T
+        names = ["cudnn", *names]
+    how = dict(device=device, dtype=dtype, requires_grad=True)
+    q, k = torch.randn(2, 1, layer.n_head, 130, layer.d, **how)
+    v = torch.randn(1, layer.h, 130, model.config.n_embd // layer.h, **how)
+    R, V = layer.rotation(v[:, 0]), v.repeat_interleave(layer.branches, 1)
     for kernel in names if name == "auto" else [name]:
         for layer in layers:
             layer.kernel = kernel
         try:
-            check_kernel(layers[0], device, dtype)
-            return kernel, "; ".join(whys)
-        except (ValueError, RuntimeError, ImportError) as e:
+            both = Softmax.fast(layer, q, k, v, R), Softmax.A(layer, q, k, R).to(dtype) @ V
+            gradients = [torch.autograd.grad(wide(y).square().sum(), (q, k, v)) for y in both]
+            if all((wide(a) - wide(b)).norm() < 0.05 * wide(b).norm() for a, b in [both, *zip(*gradients)]):
+                return kernel, "; ".join(whys)
+            whys.append(f"kernel {kernel} can't be used: its result differs from the map's")
+        except (RuntimeError, ImportError) as e:
             whys.append(f"kernel {kernel} can't run here: {str(e).splitlines()[0]}")
-    raise ValueError(whys[-1])
+    raise ValueError("; ".join(whys))
 
-
-if __name__ == "__main__":  # for each arm the largest difference between its forms (last logits, float64), and a map
-    torch.set_grad_enabled(False)
-    idx = torch.arange(200)[None] % 97
+if __name__ == "__main__":  # the largest difference between each arm's forms, float64, and the first head's map
     for attn in ATTENTION:
-        model = GPT(GPTConfig(attn=attn, block_size=256, vocab_size=97, n_layer=2, n_head=4, n_embd=64)).double()
-        for block in model.blocks:
-            block.attn.q_proj.weight *= 64  # at N(0, 0.02) every map is nearly flat
-        fast, (step, state) = model(idx)[0], model.prefill(idx[:, :1])
-        for token in idx[0, 1:]:
-            step = model.step(token.view(1, 1), state)
-        for block in model.blocks:
-            block.attn.flash = False
-        by_map, step = ((fast - logits).abs().max() for logits in (model(idx)[0], step))
+        layer = GPT(GPTConfig(attn, n_layer=1, n_head=4, n_embd=64)).double().blocks[0].attn
+        x, state = torch.randn(1, 200, 64).double() * 20, {}  # so large since weights of N(0, 0.02) make flat maps
+        R = layer.rotation(x)
+        fast, step = layer(x), [layer.prefill(x[:, :1], R[:1], state)]
+        step += [layer.step(x[:, t : t + 1], R[t : t + 1], state) for t in range(1, 200)]
+        layer.flash = False
+        by_map, step = ((fast - y).abs().max() for y in (layer(x), torch.cat(step, 1)))
         print(f"\n{attn}: fast - map {by_map:.0e}, fast - step {step:.0e}, and the first head's map of four tokens:")
-        for row in model.blocks[0].attn.map(model.blocks[0].norm1(model.wte(idx[:, :4])))[0, 0]:
+        for row in layer.map(x[:, :4])[0, 0]:
             print("".join(f"{a:7.2f}" for a in row), f"   sum {row.sum():.2f}")

@@ -247,7 +247,7 @@ def test_long_sums_stay_in_float32():
 # ---- the model around them
 
 
-@pytest.mark.parametrize("wrong", ["attn=cosine", "n_embd=30", "n_embd=36", "n_head=1", "n_layer=0"])
+@pytest.mark.parametrize("wrong", ["attn=cosine", "n_embd=30", "n_embd=36", "n_head=1", "n_head=0"])
 def test_impossible_models_are_refused(wrong):
     name, value = wrong.split("=")
     with pytest.raises(ValueError, match=name):
@@ -260,9 +260,6 @@ def test_parameters_are_equal_but_for_lambda_and_norm():
     names = {name for name, _ in tiny("diff").blocks[0].attn.named_parameters()}
     assert names == {"q_proj.weight", "k_proj.weight", "v_proj.weight", "out_proj.weight", "subln.weight",
                      "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"}  # fmt: skip
-    N = 50304 * 768 + 12 * (4 * 768**2 + 3 * 768 * 2048 + 2 * 768) + 768  # GPT-2 small
-    for attn in ALL:
-        assert GPT(GPTConfig(attn=attn), seed=None).flops_per_token(1024) == 6 * N + 12 * 12 * 768 * 1024
 
 
 def digest(model):
@@ -384,8 +381,12 @@ def test_save_and_load(tmp_path, monkeypatch):
         loaded = GPT.load(tmp_path / "ckpt.pt")
         assert loaded.config == model.config and torch.equal(loaded(idx)[0], model(idx)[0])
         assert loaded.extra["step"] == 7 and loaded.extra["curve"].tolist() == [0, 1, 2]
-    monkeypatch.setattr(torch, "save", lambda obj, f: (f.write(b"half"), 1 / 0))
-    with pytest.raises(ZeroDivisionError):  # a save that fails leaves the old file
+
+    def full(obj, f):
+        raise RuntimeError("unexpected pos 4")  # torch.save's, on a full disk
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="is the disk full"):  # a save that fails leaves the old file
         model.save(tmp_path / "ckpt.pt", step=8)
     assert GPT.load(tmp_path / "ckpt.pt").extra["step"] == 7 and os.listdir(tmp_path) == ["ckpt.pt"]
 
@@ -720,7 +721,7 @@ def test_two_processes_give_the_losses_of_one():
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command, env = [*torchrun, HERE / "train.py", *flags, "--out=two"], os.environ | {"OMP_NUM_THREADS": "1"}
     out = subprocess.check_output(command, text=True, env=env)
-    assert out.count("step    24") == 1 and "2 processes" in out
+    assert out.count("step    24") == 1 and "processes: 2" in out
     for a, b in zip(undisturbed(*flags)[0], trace("two")[0], strict=True):
         for key in ("train_loss", "val_loss", "lr", "tokens"):
             assert a.get(key) == pytest.approx(b.get(key), abs=1e-5)
@@ -804,7 +805,7 @@ def test_a_kernel_that_cannot_run_or_is_wrong_is_an_error(monkeypatch):
     model = tiny("diff", decay=True)
     assert pick_kernel(model) == ("sdpa", "") and pick_kernel(model, "sdpa", torch.bfloat16) == ("sdpa", "")
     for name in ("cudnn", "efficient", "flash_attn"):
-        with pytest.raises(ValueError, match=f"{name} can't run here: needs a CUDA device"):
+        with pytest.raises(ValueError, match=f"{name} can't run here"):
             pick_kernel(model, name)
     for other in (tiny("linear"), tiny("diff", flash=False)):
         assert pick_kernel(other) == (None, "")

@@ -262,7 +262,8 @@ def train_one(args, train, val, enc, log_file):
     if args.world > 1:  # waits for all processes: everyone has read the folder
         model = torch.nn.parallel.DistributedDataParallel(compiled)
     autocast = torch.autocast(args.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-    peak = next((flops for name, flops in PEAK.items() if name in args.device_name), None)
+    flops = 6 * args.parameters + 12 * args.n_layer * args.n_embd * args.block_size  # a token, PaLM's appendix B
+    peak = next((PEAK[name] for name in PEAK if name in args.device_name), None)
     print(f"{args.attn}: {args.parameters / 1e6:.2f} M parameters, seed {args.seed}, {args.steps} steps of "
           f"{args.total_batch:,} tokens, peak rate {args.lr:g} -> {args.out}")
     if kernel:
@@ -277,10 +278,10 @@ def train_one(args, train, val, enc, log_file):
         kept = 1 + sum(record["step"] <= resumed for record in read_log(log_file.name)[1])
         lines = Path(log_file.name).read_text().splitlines(keepends=True)
         log_file.truncate(len("".join(lines[:kept])))
-    step = resumed or 0
+    step = since = resumed or 0
     line, train_loss, lr, grad_norm, tok_per_s, mfu = "", None, None, None, None, None  # of step 0
     micro_steps = args.total_batch // (args.batch_size * args.block_size * args.world)
-    clock, since = time.perf_counter(), step
+    clock = time.perf_counter()
     while True:
         stop = torch.tensor(len(STOPPING))
         if args.world > 1:
@@ -295,7 +296,7 @@ def train_one(args, train, val, enc, log_file):
                     dist.all_reduce(train_loss)
                 train_loss, grad_norm = (train_loss / micro_steps).item() / args.world, grad_norm.item()
                 tok_per_s = (step - since) * args.total_batch / (time.perf_counter() - clock)
-                mfu = peak and tok_per_s * raw.flops_per_token(args.block_size) / (peak * args.world)
+                mfu = peak and tok_per_s * flops / (peak * args.world)
                 left = timedelta(seconds=round((args.steps - step) * args.total_batch / tok_per_s))
                 line = f" | train {train_loss:.4f} | lr {lr:.2e} | norm {grad_norm:5.2f} | {tok_per_s:,.0f} tok/s"
                 line += (f" | MFU {mfu:.1%}" if mfu else "") + f" | {left} left"
@@ -364,9 +365,8 @@ def main(argv=None):
         vars(args).update(about, date=time.strftime("%Y-%m-%d"))
         GPTConfig(**{f: vars(args)[f] for f in FIELDS})  # a wrong one is refused here,
         saved_model(args)  # like a folder that holds another run: before the first run costs a minute
-    form, how = "its fast form" if first.flash else "the map", "compiled" if first.compile else "eager"
-    print(f"preset {first.preset}, {about['device_name']}, {first.dtype}, {how}, attention by {form}, micro-steps of "
-          f"{first.batch_size} x {T} tokens" + (f", {first.world} processes" if first.world > 1 else ""))
+    print(f"preset {first.preset}, {about['device_name']}, {first.dtype}, {'compiled' if first.compile else 'eager'}, "
+          f"micro-steps of {first.batch_size} x {T} tokens, processes: {first.world}")
     print(f"data: {what['data']}, {train.tokens:,} tokens to train on, {val.tokens:,} val, tokenizer {tokenizer}")
     if what["data"] == "pydoc_data.topics":
         print("      (Python's own manual. For the real run: a GPU, python prepare_fineweb.py, another --out)")

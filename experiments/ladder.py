@@ -1,0 +1,135 @@
+"""
+Does it hold as the model and the data grow?
+
+    python prepare_fineweb.py --tokenizer=bytes --tokens=3e7 --val_tokens=1e6 --out=data/fineweb_edu_bytes
+    python -m experiments.ladder --dtype=bfloat16 --compile     # some six hours of one core; goes on where it stopped
+    python -m experiments.ladder --dtype=bfloat16 --compile --n_embd=64,128     # the two smaller sizes alone
+
+Three sizes, 4 blocks of 64, 128 and 192 channels, on bytes of real text: 10 bytes for each parameter of the blocks,
+less than one epoch. The peak rate of a size is the best of three for softmax and diff together, each on a fifth of the
+bytes. The seven arms of a seed share that rate, their tokens and the initial bits of what they have in common.
+So a difference to softmax (with decay for an arm with decay) is taken within a seed, and its error is over the seeds.
+Other flags are train.py's.
+"""
+import argparse
+import math
+import sys
+from itertools import product
+from pathlib import Path
+
+import torch
+
+import bench
+import train
+
+SEEDS = {64: (1, 2), 128: (1, 2), 192: (1,)}  # by channels
+RATES = (1e-3, 2e-3, 4e-3)
+BYTES = 10  # per parameter of the blocks
+ARMS = {
+    "softmax": ["--attn=softmax"],
+    "diff": ["--attn=diff"],
+    "softmax, decay": ["--attn=softmax", "--decay"],
+    "diff, decay": ["--attn=diff", "--decay"],
+    "diff, decay, no norm": ["--attn=diff", "--decay", "--no-subln"],
+    "linear, decay": ["--attn=linear", "--decay"],
+    "diff_linear, decay, no norm": ["--attn=diff_linear", "--decay", "--no-subln"],
+}
+
+
+class Stopped(Exception):
+    pass
+
+
+def run(arm, n_embd, seed, lr, part, flags, out):
+    """The rows of one run, one for each evaluation; trains it if it is not finished. part: of the size's bytes."""
+    blocks = 4 * (4 * n_embd**2 + 3 * n_embd * (8 * n_embd // 3 // 8 * 8))
+    steps = int(part * BYTES * blocks / 2048)
+    name = f"{n_embd}-{arm.replace(', ', '-').replace(' ', '')}-lr{lr:g}-seed{seed}" + ("-short" if part < 1 else "")
+    own = [f"--n_embd={n_embd}", f"--seed={seed}", f"--lr={lr}", f"--steps={steps}", f"--out={out / name}"]
+    own += [f"--eval_every={math.ceil(steps / 10)}", f"--save_every={math.ceil(steps / 10)}"]
+    if not train.main(["--preset=toy", *own, *ARMS[arm], *flags]):
+        raise Stopped
+    head, records = train.read_log(out / name / "log.jsonl")
+    about = dict(arm=arm, parameters=blocks, seed=seed, lr=lr, decay="decay" in arm, data=head["data"])
+    return [about | dict(tokens=r["tokens"], loss=r["val_loss"]) for r in records if r.get("val_loss") and r["step"]]
+
+
+def against_softmax(df):
+    """df with the difference of each row to softmax of the same size, seed, decay and tokens."""
+    key = ["parameters", "seed", "decay", "tokens"]
+    base = df[df["arm"].isin(["softmax", "softmax, decay"])]
+    df = df.merge(base[[*key, "loss"]].rename(columns={"loss": "softmax"}), on=key)
+    return df.assign(difference=df["loss"] - df["softmax"])
+
+
+def draw(df, last):
+    """Final loss and difference to softmax by parameters; the difference by tokens, a thicker line for a larger size."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(16, 5), layout="constrained")
+    by_size, gap, by_tokens = figure.subplots(1, 3)
+    for arm in ARMS:
+        style = dict(bench.STYLE[ARMS[arm][0].removeprefix("--attn=")], marker="o", markersize=4)
+        style["marker"] = "x" if "decay" not in arm else "s" if "no norm" in arm else "o"
+        runs = last[last["arm"] == arm].groupby("parameters")
+        by_size.plot(runs["loss"].mean(), label=arm, **style)
+        if arm in ("softmax", "softmax, decay"):
+            continue
+        difference = runs["difference"]
+        gap.errorbar(difference.mean().index, difference.mean(), difference.sem(), capsize=3, **style)
+        for width, (_, rows) in enumerate(df[df["arm"] == arm].groupby("parameters"), 1):
+            over_seeds = rows.groupby("tokens")["difference"]
+            mean, error = over_seeds.mean(), over_seeds.sem()
+            by_tokens.errorbar(mean.index, mean, error, linewidth=0.7 * width, **style | dict(markersize=2))
+    by_size.set(xlabel="parameters of the blocks", ylabel="final val loss (nats per byte)", xscale="log")
+    gap.set(xlabel="parameters of the blocks", ylabel="difference to softmax (nats per byte)", xscale="log")
+    by_tokens.set(xlabel="bytes seen; thicker: the larger sizes", ylabel="difference to softmax", xscale="log")
+    for ax in (gap, by_tokens):
+        ax.axhline(0, color="black", linewidth=0.8)
+    figure.legend(loc="outside lower center", ncols=4, fontsize="small")
+    return figure
+
+
+def main(argv=None):
+    """True if all runs are finished, False if one was stopped or not finite."""
+    import pandas as pd
+
+    raw = argparse.RawDescriptionHelpFormatter
+    p = argparse.ArgumentParser(prog="ladder", description=__doc__, formatter_class=raw)
+    p.add_argument("--n_embd", default="64,128,192", help="sizes, a comma list of them (%(default)s)")
+    p.add_argument("--data", default="data/fineweb_edu_bytes", help="shards or a text file (%(default)s)")
+    p.add_argument("--out", type=Path, default="out/ladder", help="folder of runs and results (%(default)s)")
+    args, flags = p.parse_known_args(argv)
+    flags.append(f"--data={args.data}")
+    rows, short = [], []
+    try:
+        for n_embd in map(int, args.n_embd.split(",")):
+            tried = []
+            for lr, arm in product(RATES, ("softmax", "diff")):
+                tried.append(run(arm, n_embd, 1, lr, 0.2, flags, args.out)[-1])
+            short += tried
+            lr = pd.DataFrame(tried).groupby("lr")["loss"].mean().idxmin()
+            for seed, arm in product(SEEDS[n_embd], ARMS):
+                rows += run(arm, n_embd, seed, lr, 1, flags, args.out)
+    except Stopped:
+        return False
+    df = against_softmax(pd.DataFrame(rows))
+    last = df[df["tokens"] == df.groupby("parameters")["tokens"].transform("max")]
+    groups = last.groupby(["parameters", "tokens", "lr", "arm"], sort=False)
+    table = groups["seed"].count().rename("seeds").to_frame()
+    table["val loss"] = groups["loss"].agg(lambda values: (values.mean(), values.std()))
+    table["− softmax"] = groups["difference"].agg(lambda values: (values.mean(), values.sem()))
+    tables = {"Final val loss, nats per byte, mean ± standard deviation over seeds; difference ± standard error":
+              table.reset_index()}  # fmt: skip
+    rates = pd.DataFrame(short).pivot_table("loss", ["parameters", "tokens", "arm"], "lr", sort=False).reset_index()
+    tables["Val loss by peak rate, a fifth of the bytes, seed 1"] = rates.rename(columns=str)
+    about = bench.conditions(torch.device("cpu"), data=df["data"][0], flags=" ".join(flags))
+    bench.publish(args.out, "ladder", about, tables, draw(df, last))
+    return True
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(0 if main() else 1)
+    except (ValueError, OSError, ImportError) as e:
+        sys.exit(f"ladder: {e}")
