@@ -42,7 +42,7 @@ import model as model_module
 import prepare_fineweb
 import sample
 import train
-from experiments import ablations, factors, recall
+from experiments import ablations, diff_v2, factors, recall
 from model import ATTENTION, GPT, KERNELS, GPTConfig, Linear, next_token, phi, pick_kernel, rotate
 from prepare_fineweb import EOT, Shards, get_tokenizer, load_manifest
 
@@ -50,6 +50,7 @@ HERE = Path(__file__).parent
 torch.set_num_threads(1)  # on tensors this small, threads only wait for one another
 ALL, DIFF, LINEAR = ["softmax", "diff", "linear", "diff_linear"], ["diff", "diff_linear"], ["linear", "diff_linear"]
 TINY = dict(block_size=32, vocab_size=97, n_layer=2, n_head=4, n_embd=32)
+V2 = {name: ATTENTION.pop(name) for name in ("diff_v2", "diff_v2_narrow")}  # for their own tests only
 
 
 @pytest.fixture(autouse=True)
@@ -1048,6 +1049,44 @@ def test_factors():
     cells = product(["linear"], (False, True), [False], factors.NORMS)
     flags = [factors.command(cell, 3, 2e-3, [])[3:] for cell in cells]
     assert flags == [[], ["--subln", "--subln_init=0.2"], ["--subln"], ["--no-subln"], ["--subln_init=0.2"], []]
+
+
+@pytest.mark.parametrize("decay", [False, True])
+def test_diff_v2_is_the_released_layer_in_three_forms(decay, monkeypatch):
+    """Outputs and gradients of map and fast form, and the steps, against the formulas, one query head at a time."""
+    monkeypatch.setitem(ATTENTION, "diff_v2", V2["diff_v2"])
+    layer, x, m, heads = layer_of("diff_v2", decay=decay), random(2, 20, 32), torch.arange(20).double(), []
+    layer.lam_proj.weight.data.mul_(20)
+    inputs = [x.requires_grad_(), *layer.parameters()]
+    q, k, v = ((x @ p.weight.T).unflatten(-1, (-1, 8)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    turn = torch.exp(1j * m[:, None] * 10000 ** (-m[:4] / 4))  # pairs of neighbours as complex numbers
+    q, k = (torch.complex(u[..., 0::2], u[..., 1::2]) * turn[:, None] for u in (q, k))
+    for h in range(8):
+        w = torch.exp(torch.einsum("bid, bjd -> bij", q[:, :, h], k[:, :, h // 2].conj()).real / 8**0.5)
+        w = (w * math.exp(-decay / (4 * 16 ** (h // 2 / 3))) ** (m[:, None] - m)).tril()
+        heads.append(w / w.sum(-1, keepdim=True) @ v[:, :, h // 2])
+    lam = 1 / (1 + torch.exp(-x @ layer.lam_proj.weight.T))
+    y = torch.cat([heads[2 * j] - lam[:, :, j, None] * heads[2 * j + 1] for j in range(4)], -1)
+    forms = [y @ layer.out_proj.weight.T]
+    for layer.flash in (True, False):
+        forms.append(layer(x))
+    found = [[y, *torch.autograd.grad(y.square().sum(), inputs)] for y in forms]
+    for expected, fast, by_map in zip(*found):
+        assert max((fast - expected).abs().max(), (by_map - expected).abs().max()) < 1e-10 < expected.abs().max()
+    assert all((steps(layer, x, first) - forms[0]).abs().max() < 1e-10 for first in (1, 13))
+
+
+def test_diff_v2(monkeypatch, capsys):
+    for name, arm in V2.items():
+        monkeypatch.setitem(ATTENTION, name, arm)
+    for _ in range(2):
+        assert diff_v2.main([*TOY, "--n_head=4", "--steps=2", "--seed=1", "--out=v2"])
+    assert capsys.readouterr().out.count("finished, 2 steps") == 10  # the second time
+    (rows,) = json.loads(Path("v2/diff_v2.json").read_text())["tables"].values()
+    more = [row["parameters"] - rows[0]["parameters"] for row in rows]
+    assert more == [0, 48, 32, 32 * 32 + 32 * 4, 0] * 2  # lambdas and norm; lambdas; queries and lambda; all paid
+    assert len({row["val loss"][0] for row in rows}) == 10 and rows[5]["− softmax"] == [None, None]
+    assert rows[8]["− softmax"][0] == pytest.approx(rows[8]["val loss"][0] - rows[5]["val loss"][0])
 
 
 def test_recall():
