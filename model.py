@@ -413,7 +413,7 @@ def pick_kernel(model, name="auto", dtype=torch.float32):
                 return kernel, "; ".join(whys)
             whys.append(f"kernel {kernel} can't be used: its result differs from the map's")
         except (RuntimeError, ImportError) as e:
-            whys.append(f"kernel {kernel} can't run here: {str(e).splitlines()[0]}")
+            whys.append(f"kernel {kernel} can't run on {device}: {str(e).splitlines()[0]}")
     raise ValueError("; ".join(whys))
 
 if __name__ == "__main__":  # the largest difference between each arm's forms, float64, and the first head's map

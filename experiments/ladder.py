@@ -45,9 +45,9 @@ def run(arm, n_embd, seed, lr, part, flags, out):
     blocks = 4 * (4 * n_embd**2 + 3 * n_embd * (8 * n_embd // 3 // 8 * 8))
     steps = int(part * BYTES * blocks / 2048)
     name = f"{n_embd}-{arm.replace(', ', '-').replace(' ', '')}-lr{lr:g}-seed{seed}" + ("-short" if part < 1 else "")
-    own = [f"--n_embd={n_embd}", f"--seed={seed}", f"--lr={lr}", f"--steps={steps}", f"--out={out / name}"]
+    own = [f"--n_embd={n_embd}", "--n_layer=4", f"--seed={seed}", f"--lr={lr}", f"--steps={steps}", f"--out={out / name}"]
     own += [f"--eval_every={math.ceil(steps / 10)}", f"--save_every={math.ceil(steps / 10)}"]
-    if not train.main(["--preset=toy", *own, *ARMS[arm], *flags]):
+    if not train.main(["--preset=toy", *flags, *own, *ARMS[arm]]):
         raise Stopped
     head, records = train.read_log(out / name / "log.jsonl")
     about = dict(arm=arm, parameters=blocks, seed=seed, lr=lr, decay="decay" in arm, data=head["data"])
