@@ -88,6 +88,21 @@ def draw(table):
     return figure
 
 
+def publish(rows, args):
+    """Table, effects and figure of these runs."""
+    import pandas as pd
+
+    df = pd.DataFrame(rows)
+    cells = df.groupby(["family", "difference", "decay", "lr", "norm"], sort=False)["loss"]
+    table = cells.agg(lambda values: (values.mean(), values.std())).unstack("norm").reindex(columns=NORMS).reset_index()
+    change = pd.DataFrame(effects(df[df["lr"] == 2e-3]))
+    head = train.read_log(next(args.out.glob("*/log.jsonl")))[0]
+    about = bench.conditions(torch.device("cpu"), data=head["data"], steps=head["steps"], seeds=args.seed)
+    caption = "Final val loss, nats per token, by norm, mean ± standard deviation over seeds"
+    tables = {caption: table, "What it does to the loss at 2e-3, mean and standard error over seeds": change}
+    bench.publish(args.out, "factors", about, tables, draw(change))
+
+
 def main(argv=None):
     """True if all runs are finished, False if one was stopped or not finite."""
     import pandas as pd
@@ -102,22 +117,15 @@ def main(argv=None):
     rows = train_runs(grid, seeds, 2e-3, flags, args.out)
     if rows is None:
         return False
-    df = pd.DataFrame(rows)
-    means = df.groupby(["family", "difference", "decay", "norm"])["loss"].mean()
-    best = [means.loc[arm].idxmin() for arm in itertools.product(("softmax", "linear"), (False, True), (False, True))]
+    publish(rows, args)  # the second part takes another hour
+
+    means = pd.DataFrame(rows).groupby(["family", "difference", "decay", "norm"])["loss"].mean()
     arms = itertools.product(("softmax", "linear"), (False, True), (False, True))
-    faster = train_runs([(*arm, norm) for arm, norm in zip(arms, best)], seeds, 4e-3, flags, args.out)
+    best = [(*arm, means.loc[arm].idxmin()) for arm in arms]
+    faster = train_runs(best, seeds, 4e-3, flags, args.out)
     if faster is None:
         return False
-
-    cells = pd.DataFrame(rows + faster).groupby(["family", "difference", "decay", "lr", "norm"], sort=False)["loss"]
-    table = cells.agg(lambda values: (values.mean(), values.std())).unstack("norm").reindex(columns=NORMS).reset_index()
-    change = pd.DataFrame(effects(df))
-    head = train.read_log(next(args.out.glob("*/log.jsonl")))[0]
-    about = bench.conditions(torch.device("cpu"), data=head["data"], steps=head["steps"], seeds=args.seed)
-    caption = "Final val loss, nats per token, by norm, mean ± standard deviation over seeds"
-    tables = {caption: table, "What it does to the loss at 2e-3, mean and standard error over seeds": change}
-    bench.publish(args.out, "factors", about, tables, draw(change))
+    publish(rows + faster, args)
     return True
 
 
