@@ -1,5 +1,4 @@
 """All the tests, in under 3 minutes on two CPU cores: `pytest test_model.py`. With `-m slow` the long ones."""
-import fcntl
 import gzip
 import importlib
 import json
@@ -16,11 +15,10 @@ import signal
 import subprocess
 import sys
 from argparse import Namespace
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from itertools import count, product
 from pathlib import Path
 
-import huggingface_hub
 import numpy as np
 import pandas as pd
 import pytest
@@ -41,6 +39,8 @@ HERE = Path(__file__).parent
 torch.set_num_threads(1)  # on tensors this small, threads only wait for one another
 ALL, DIFF, LINEAR = ["softmax", "diff", "linear", "diff_linear"], ["diff", "diff_linear"], ["linear", "diff_linear"]
 TINY = dict(block_size=32, vocab_size=97, n_layer=2, n_head=4, n_embd=32)
+TOY = ["--device=cpu", "--n_layer=1", "--n_embd=32", "--n_head=2", "--block_size=32", "--batch_size=4", "--steps=24",
+       "--eval_every=8", "--log_every=1", "--save_every=2", "--eval_tokens=256"]  # fmt: skip
 V2 = {name: ATTENTION.pop(name) for name in ("diff_v2", "diff_v2_narrow")}  # for their own tests only
 each_arm = pytest.mark.parametrize("attn, decay", list(product(ALL, [False, True])))
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -48,7 +48,6 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path, monkeypatch):
-    """Every test has one as its working directory."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -94,14 +93,16 @@ def weights(model):
     return {name: p.tolist() for name, p in model.named_parameters()}
 
 
-def refused(says, f, *args):
+def refused(says, f, *args, **how):
     with pytest.raises(ValueError, match=says):
-        f(*args)
+        f(*args, **how)
 
 
+@pytest.mark.parametrize("decay", [False, True])
 @pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 200])
-@each_arm
-def test_three_forms_agree(attn, decay, T):
+@pytest.mark.parametrize("attn", [*ALL, "diff_v2"])
+def test_three_forms_agree(attn, T, decay, monkeypatch):
+    monkeypatch.setattr(model_module, "ATTENTION", ATTENTION | V2)
     layer, x, weight = layer_of(attn, block_size=256, decay=decay), random(2, T, 32), random(2, T, 32, seed=1)
     inputs, found = [x.requires_grad_(), *layer.parameters()], []
     for layer.flash in (True, False):
@@ -158,7 +159,6 @@ def test_lambda_init_counts_layers_from_0():
 
 
 def test_rotation_is_exact_far_away():
-    """Turning by 10,000,019 - 10,000,000 is turning by 19, in float32 too. With rope_theta = 0 nothing turns."""
     x, q, k = torch.zeros(1, 1, 256), random(1, 1, 1, 64).float(), random(1, 1, 1, 64, seed=1).float()
     turn = lambda y, m, **theta: rotate(y, tiny("linear", n_embd=256, **theta).blocks[0].attn.rotation(x, m))
     near, far = (turn(q, 19) * turn(k, 0)).sum(), (turn(q, 10_000_019) * turn(k, 10_000_000)).sum()
@@ -219,9 +219,8 @@ def test_a_steps_scores_are_not_rounded_to_bf16(attn):
 
 
 def test_long_sums_stay_in_float32():
-    """Under autocast a sum of 8,192 bf16 features is right; a plain bf16 sum is not."""
     k = phi(torch.randn(8192, generator=seeded(0))).bfloat16()
-    assert abs(sum(k) - k.double().sum()) > 1000
+    assert abs(sum(k) - k.double().sum()) > 1000  # a plain bf16 sum
     layer, x, state, exact = layer_of("linear").float(), random(1, 8192, 32), {}, {}
     with torch.no_grad():
         with torch.autocast("cpu", torch.bfloat16):
@@ -234,16 +233,15 @@ def test_long_sums_stay_in_float32():
 
 def test_impossible_models_are_refused():
     for name, value in (("attn", "cosine"), ("n_embd", 30), ("n_embd", 36), ("n_head", 1), ("n_head", 0)):
-        with pytest.raises(ValueError, match=name):
-            GPTConfig(**TINY | dict(attn="diff") | {name: value})
+        refused(name, GPTConfig, **TINY | dict(attn="diff") | {name: value})
 
 
 def test_parameters_are_equal_but_for_lambda_and_norm():
     sizes, d, layers = [sum(p.numel() for p in tiny(attn).parameters()) for attn in ALL], 8, 2
     assert sizes == [sizes[0], sizes[0] + layers * (4 * d + 2 * d)] * 2
-    names = {name for name, _ in tiny("diff").blocks[0].attn.named_parameters()}
-    assert names == {"q_proj.weight", "k_proj.weight", "v_proj.weight", "out_proj.weight", "subln.weight",
-                     "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"}  # fmt: skip
+    assert set(weights(tiny("diff").blocks[0].attn)) == {
+        "q_proj.weight", "k_proj.weight", "v_proj.weight", "out_proj.weight", "subln.weight",
+        "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"}  # fmt: skip
 
 
 def test_shared_parameters_are_the_same_bits():
@@ -324,11 +322,10 @@ def test_choices_follow_temperature_top_k_and_top_p():
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
     logits, g = p.log()[[2, 0, 3, 1]].expand(20_000, -1), seeded(0)  # token 1 is likeliest, then 3, 0, 2
     top_2, top_3 = [0.625, 0.375, 0, 0], [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0]
-    squared = (p**2 / (p**2).sum()).tolist()
-    cases = [(1, None, None, p.tolist()), (0, None, None, [1, 0, 0, 0]), (0.5, None, None, squared),
+    cases = [(1, None, None, p.tolist()), (0, None, None, [1, 0, 0, 0]), (1e-50, None, None, [1, 0, 0, 0]),
              (1, 2, None, top_2), (1, 99, None, p.tolist()), (1, None, 0.79, top_2), (1, None, 0.81, top_3),
              (1, 2, 0.6, [1, 0, 0, 0]), (1, None, 1.0, p.tolist()), (1, None, 1e-50, [1, 0, 0, 0]),
-             (1e-50, None, None, [1, 0, 0, 0])]  # fmt: skip
+             (0.5, None, None, (p**2 / (p**2).sum()).tolist())]  # fmt: skip
     for temperature, top_k, top_p, expected in cases:
         chosen = torch.bincount(next_token(logits, temperature, top_k, top_p, g)[:, 0], minlength=4)[[1, 3, 0, 2]]
         assert (chosen / 20_000).tolist() == pytest.approx(expected, abs=0.02)
@@ -339,12 +336,11 @@ def test_choices_follow_temperature_top_k_and_top_p():
         refused("need temperature", next, model.generate(idx, 1, **wrong))
 
 
-class Bomb:
-    def __reduce__(self):
-        return os.mkdir, ("boom",)
-
-
 def test_load_refuses_what_is_not_ours():
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, ("boom",)
+
     model = tiny("diff")
     model.save("good.pt")
     whole = Path("good.pt").read_bytes()
@@ -448,7 +444,7 @@ def test_exact_number_of_tokens_and_nothing_but_more_of_them_later(capsys):
     refused("not 10,000", prepare, *run, "--tokens=1e4")
     refused("shard_tokens 4000, not 3000", prepare, *run, "--shard_tokens=3e3")
     with open("o/.lock") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
+        train.lock(f, "here")
         refused("another run", prepare, *run)
     write_source(source, texts + [""])
     refused("has changed", prepare, *run)
@@ -468,35 +464,17 @@ def test_pretokenized(monkeypatch):
     write_source(Path("x.jsonl"), documents(200))
     prepare("x.jsonl", "made", "--shard_tokens=2e3")
     get = lambda repo, name, local_dir, **_: shutil.copy(f"made/{name}", local_dir)
-    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repo, repo_type: ["README.md", *os.listdir("made")])
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", get)
+    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda repo, repo_type: ["README.md", *os.listdir("made")])
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", get)
     prepare_fineweb.main(["--pretokenized", "--out=o", "--tokens=3e3"])
     assert tokens_of("o") == tokens_of("made")[:4000]
     prepare_fineweb.main(["--pretokenized", "--out=o"])
     assert contents("o", "*.bin") == contents("made", "*.bin") and prepare_fineweb.load_data(Path("o"))[2] == "gpt2"
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not (HERE / "../shared/data/fineweb-edu").exists(), reason="no data beside the project")
-def test_killed_at_random_moments_and_little_memory():
-    source = HERE / "../shared/data/fineweb-edu"  # novels and a factbook in the layout of FineWeb-Edu
-    flags = ["--source", source, "--name=sample-10BT", "--shard_tokens=5e5", "--procs=2", "--out"]
-    command = [sys.executable, HERE / "prepare_fineweb.py", *flags]
-    _, status, usage = os.wait4(subprocess.Popen([*command, "whole"]).pid, 0)
-    assert status == 0 and usage.ru_maxrss < 600e3 and len(tokens_of("whole")) == 20_349_806
-    for seconds in (0.5, 2, 3, 4, None):
-        with suppress(subprocess.TimeoutExpired):  # which comes with a SIGKILL
-            subprocess.run([*command, "killed"], timeout=seconds)
-    assert contents("killed", "*.bin") == contents("whole", "*.bin")
-
-
-def arguments(*flags):
-    return train.parse(["--device=cpu", *flags])[0]
-
-
 def test_every_sequence_is_seen_once_per_epoch_in_an_order_of_its_own():
     data, orders = Shards([np.arange(1001, dtype="<u2") % 500]), []  # 100 sequences of 10
-    args = arguments("--block_size=10", "--batch_size=4", "--total_batch=40", "--steps=50")
+    (args,) = train.parse(["--device=cpu", "--block_size=10", "--batch_size=4", "--total_batch=40", "--steps=50"])
     for args.seed, epoch in product((1, 2), (0, 1)):
         batches = [train.batch(data, args, step, 0, 500) for step in range(25 * epoch, 25 * epoch + 25)]
         orders.append(torch.cat(batches)[:, 0].tolist())
@@ -505,6 +483,7 @@ def test_every_sequence_is_seen_once_per_epoch_in_an_order_of_its_own():
 
 
 def test_rate_presets_names_and_processes(monkeypatch):
+    arguments = lambda *flags: train.parse(["--device=cpu", *flags])[0]
     args = arguments("--steps=100", "--warmup=10", "--lr=1")
     rates = [train.learning_rate(s, args) for s in range(100)]
     assert rates[0] == pytest.approx(0.1) and rates[9] == rates[10] == 1 and np.allclose(np.diff(rates[10:]), -1 / 90)
@@ -522,15 +501,14 @@ def test_rate_presets_names_and_processes(monkeypatch):
     assert arguments("--total_batch=7680").batch_size == 5  # the next below 8 that divides
 
 
-TOY = ["--device=cpu", "--n_layer=1", "--n_embd=32", "--n_head=2", "--block_size=32", "--batch_size=4", "--steps=24",
-       "--eval_every=8", "--log_every=1", "--save_every=2", "--eval_tokens=256"]  # fmt: skip
-
-
 def test_train_writes_a_run_and_sample_reads_it(monkeypatch, capsys):
     Path("any.txt").write_text("Once upon a time there was a Größe 🙂. " * 200, encoding="utf-8")
     flags = [*TOY, "--steps=6", "--eval_every=4", "--log_every=2", "--attn=diff", "--data=any.txt", "--out=out/x"]
+    monkeypatch.setitem(train.PEAK, "cpu", 1e9)
     assert train.main(flags) and "step     6/6" in capsys.readouterr().out
     head, lines = train.read_log("out/x/log.jsonl")
+    flops = 6 * head["parameters"] + 12 * 32 * 32  # a token; one layer, 32 channels, 32 tokens
+    assert lines[1]["mfu"] == pytest.approx(lines[1]["tok_per_s"] * flops / 1e9)
     assert lines[-1]["val_loss"] < lines[0]["val_loss"]
     assert (head["attn"], head["tokenizer"], head["torch"]) == ("diff", "bytes", torch.__version__)
     assert [(line["step"], line["tokens"]) for line in lines] == [(0, 0), (2, 2 * 128), (4, 4 * 128), (6, 6 * 128)]
@@ -579,10 +557,7 @@ def trace(folder):
     return records, weights(model)
 
 
-@pytest.mark.parametrize("more", [
-    "--attn=softmax",
-    "--attn=diff_linear --decay --subln_init=0.2 --lambda_init=0.4 --batch_size=2 --total_batch=256",
-])  # fmt: skip
+@pytest.mark.parametrize("more", ["--attn=softmax", "--attn=diff_linear --decay --subln_init=0.2 --total_batch=256"])
 def test_stopped_anywhere_it_ends_in_the_same_bits(more, capfd):
     undisturbed = [*TOY, *more.split()]
     flags = [*undisturbed, "--out=cut"]
@@ -600,7 +575,8 @@ def test_stopped_anywhere_it_ends_in_the_same_bits(more, capfd):
         done = GPT.load("cut/ckpt.pt").extra["step"]
         stop = lambda: (signal.signal(number, train.on_signal), signal.raise_signal(number))  # noqa: B023
         assert forked(*flags, nth=3, do=stop) == 0 and f"stopped after step {done + 3} of 24" in capfd.readouterr().out
-        assert GPT.load("cut/ckpt.pt").extra["step"] == done + 3
+        saved, last = GPT.load("cut/ckpt.pt").extra, train.read_log("cut/log.jsonl")[1][-1]
+        assert saved["step"] == done + 3 and saved["optimizer"]["param_groups"][0]["lr"] == last["lr"]
     assert forked(*flags) == forked(*undisturbed, "--out=whole") == 0 and trace("cut") == trace("whole")
 
 
@@ -620,7 +596,7 @@ def test_another_run_is_refused_and_another_pace_is_not(monkeypatch):
         refused(says, train.main, [*flags, flag])
         assert contents("run") == before
     with open("run/log.jsonl", "ab") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
+        train.lock(f, "here")
         refused("another run is writing", train.main, [*flags, "--restart"])
     assert train.main([*flags, "--save_every=1", "--log_every=2", "--eval_every=2", "--dtype=bfloat16", "--no-flash"])
     assert train.main([*flags, "--lr=1e-3", "--restart"]) and train.read_log("run/log.jsonl")[0]["lr"] == 1e-3
@@ -702,19 +678,17 @@ def test_a_kernel_that_cannot_run_or_is_wrong_is_an_error(monkeypatch):
 @cuda
 @pytest.mark.parametrize("attn", ALL)
 def test_cuda_compiled_equals_eager(attn):
-    """Loss and gradients, and the steps of the sampler as CUDA graphs."""
     torch._dynamo.reset()
-    model, losses = tiny(attn, n_embd=256, block_size=16, decay=True).cuda(), []
-    idx = tokens(2, 129).cuda()
+    model, idx = tiny(attn, n_embd=256, block_size=16, decay=True).cuda(), tokens(2, 129).cuda()
     step = torch.compile(model.step, mode="reduce-overhead", fullgraph=True)
     eager, compiled = (torch.stack(list(model.generate(idx[:, :7], 40, temperature=0, step=s))) for s in (None, step))
     assert (eager == compiled).float().mean() > 0.9  # another order of sums may turn a near tie
     pick_kernel(model, "auto", torch.bfloat16)
-    for run in (model, torch.compile(model, fullgraph=True)):
-        with torch.autocast("cuda", torch.bfloat16):
-            losses.append(run(idx[:, :-1], idx[:, 1:])[1])
-    assert losses[1].item() == pytest.approx(losses[0].item(), abs=2e-2)
-    losses[1].backward()
+    with torch.autocast("cuda", torch.bfloat16):
+        plain = model(idx[:, :-1], idx[:, 1:])[1].item()
+        loss = torch.compile(model, fullgraph=True)(idx[:, :-1], idx[:, 1:])[1]
+    assert loss.item() == pytest.approx(plain, abs=2e-2)
+    loss.backward()
     assert all(0 < p.grad.abs().max() < math.inf for p in model.parameters())
 
 
@@ -743,9 +717,9 @@ def test_the_commands_of_the_readme_run_at_toy_size():
              "ablations": [*few, "--seed=1"], "factors": [*few, "--seed=1"], "diff_v2": [*few, "--seed=1"]}  # fmt: skip
     ran = []
     for command in re.findall(r"^    ((?:python|torchrun) [^#\n]*)", (HERE / "README.md").read_text(), re.MULTILINE):
-        for name in small:
+        for name, flags in small.items():
             if re.search(rf"\b{re.escape(name)}\b", command) and "--pretokenized" not in command:
-                subprocess.run([*shlex.split(command), *small[name]], cwd="copy", check=True)
+                subprocess.run([*shlex.split(command), *flags], cwd="copy", check=True)
                 ran.append(name)
     assert set(ran) == set(small)
 
@@ -803,16 +777,12 @@ def test_bench_speed_and_decode(monkeypatch):
         assert (row["kernel"] == "cudnn") == (row["failed"] is not None) == (row["fwd + bwd, tokens/s"] is None)
         assert row["failed"] or row["fwd + bwd, tokens/s"] > 0 and row["fwd, × row 1"][0] > 0
     before = contents(".")
-    says = "nothing could be timed: .*can't run on cpu"
-    refused(says, measured, "speed", *flags, "--arms=softmax", "--kernel=cudnn")
+    refused("timed: .*can't run on cpu", measured, "speed", *flags, "--arms=softmax", "--kernel=cudnn")
     assert contents(".") == before
     state = {"linear": 32 * 16 + 32, "diff_linear": 2 * 32 * 16 + 32}  # S, twice as many features each; and Z
     for row in measured("decode", *flags, "--num_samples=1,3")[0]:
         assert row["bytes of state a sequence"] == 4 * state.get(row["attn"], 2 * 16 * 32)
         assert row["tokens/s"] > 0 and (row["× recomputing"] is None) == (row["sequences"] == 3)
-
-
-OTHER = math.log(256 + math.exp(3.0))  # the loss of a byte but f in a unigram(); that of f is 3 less
 
 
 def unigram(attn, by=3.0, block_size=29):
@@ -834,20 +804,21 @@ def checkpoint(model, val="abcdefghijabcdefghij0123456789", path="c.pt", **run):
 
 
 def test_slices_and_position_by_hand():
+    other = math.log(256 + math.exp(3.0))  # the loss of a byte but f in a unigram(); that of f is 3 less
     checkpoint(unigram("softmax"), path="a.pt")
     checkpoint(unigram("softmax", by=1.0), path="b.pt", seed=2)
     checkpoint(unigram("diff"), path="c.pt", subln_init=0.2)
     means, each = measured("slices", "--ckpt", "a.pt", "b.pt", "c.pt")
     a, b, c = (row["all"] for row in each)
-    assert a == pytest.approx(OTHER - 2 * 3 / 29, abs=1e-4)
-    assert each[0]["AR-hits"] == pytest.approx(OTHER - 3 / 6, abs=1e-4)  # the second e f g h i j
+    assert a == pytest.approx(other - 2 * 3 / 29, abs=1e-4)
+    assert each[0]["AR-hits"] == pytest.approx(other - 3 / 6, abs=1e-4)  # the second e f g h i j
     assert [row["attn"] for row in means] == ["softmax subln_init1", "diff subln_init0.2"]
     assert means[0]["all"] == pytest.approx([(a + b) / 2, (b - a) / 2**0.5]) and means[1]["all"] == [c, None]
     checkpoint(unigram("diff", block_size=16), "a" * 33 + "f" * 17)
     between, upto = measured("position", "--ckpt=c.pt", "--length=48")
     assert [row["attn"] for row in upto] == ["diff", "diff, window"]
-    assert [upto[0]["32"], upto[1]["48"]] == pytest.approx([OTHER, OTHER - 1], abs=1e-4)
-    assert [row["33 to 48"] for row in between] == pytest.approx([OTHER - 3, OTHER - 3], abs=1e-4)
+    assert [upto[0]["32"], upto[1]["48"]] == pytest.approx([other, other - 1], abs=1e-4)
+    assert [row["33 to 48"] for row in between] == pytest.approx([other - 3, other - 3], abs=1e-4)
     model, text = tiny("softmax", block_size=8), tokens(1, 14)  # the second window begins at the last half of the first
     second = bench.token_losses(model, text[:, 5:])[:, 3:]
     assert torch.allclose(bench.windowed_losses(model, text)[:, 8:], second)
@@ -871,13 +842,9 @@ def test_residual_maps_and_hellaswag_by_hand():
 
 def test_outliers_and_quant_of_planted_scores(monkeypatch):
     checkpoint(unigram("diff"), "abcdefghijabcdeXghij0123456789")
-
-    def planted(layer, q, k, R):
-        S = torch.full((len(q), 4, 29, 29), 0.5).tril() + torch.full((29, 29), 1e6).triu(1)
-        S[:, 1, 5, 3] = -9
-        return S
-
-    monkeypatch.setattr(model_module.Softmax, "scores", planted)
+    planted = torch.full((1, 4, 29, 29), 0.5).tril() + torch.full((29, 29), 1e6).triu(1)
+    planted[:, 1, 5, 3] = -9
+    monkeypatch.setattr(model_module.Softmax, "scores", lambda layer, q, k, R: planted)  # what it is by then
     rows = {row.pop("of"): row for row in measured("outliers", "--ckpt=c.pt")[0]}
     assert rows["scores, branch 1"]["top-1"] == 0.5
     assert rows["scores, branch 2"]["median"] == pytest.approx(0.5, rel=0.01)
@@ -885,8 +852,7 @@ def test_outliers_and_quant_of_planted_scores(monkeypatch):
     assert [rows["residual stream"][f"top-{k}"] for k in (1, 2, 3, 10)] == [13, 13, 10, 10]
     checkpoint(tiny("softmax", vocab_size=257, block_size=29))
     heads = torch.arange(-7.0, 8).repeat(2)[:29] * torch.tensor([1, 2, 3, 5]).view(4, 1, 1)
-    S = heads.expand(1, 4, 29, 29).tril() + torch.full((29, 29), 99.0).triu(1)  # which nobody looks at
-    monkeypatch.setattr(model_module.Softmax, "scores", lambda layer, q, k, R: S.expand(len(q), -1, -1, -1))
+    planted = heads.expand(1, 4, 29, 29).tril() + torch.full((29, 29), 99.0).triu(1)  # which nobody looks at
     for per, held in (("head", True), ("layer", False)):  # four bits, 7 steps either side, hold one head exactly
         (row,), (above,) = measured("quant", "--ckpt=c.pt", f"--per={per}")
         assert (abs(above["4 bits"]) < 1e-7) == held and abs(above["8 bits"]) > 1e-7
@@ -918,11 +884,12 @@ def test_factors():
     assert flags == [[], ["--subln", "--subln_init=0.2"], ["--subln"], ["--no-subln"], ["--subln_init=0.2"], []]
     assert factors.main([*TOY, "--n_head=4", "--steps=1", "--seed=1", "--out=factors"])
     table, change = json.loads(Path("factors/factors.json").read_text())["tables"].values()
-    assert len(table) == 16 and len(change) == 14 and Path("factors/factors.png").exists()
+    assert len(table) == 16 and len(change) == 14
 
 
 def test_ladder(monkeypatch, capsys):
     monkeypatch.setattr(ladder, "BYTES", 4)
+    monkeypatch.setattr(train, "speak", lambda *args, **how: "")  # most of the time of runs this short
     monkeypatch.setattr(ladder, "SEEDS", {8: (1, 2), 12: (1,)})
     Path("text.txt").write_text("all work and no play makes jack a dull boy\n" * 100)
     for _ in range(2):
@@ -938,12 +905,10 @@ def test_ladder(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("decay", [False, True])
-def test_diff_v2_is_the_released_layer_in_three_forms(decay, monkeypatch):
-    """Outputs and gradients of map and fast form, and the steps, against the formulas, one query head at a time."""
-    monkeypatch.setitem(ATTENTION, "diff_v2", V2["diff_v2"])
+def test_diff_v2_is_the_released_layer(decay, monkeypatch):
+    monkeypatch.setattr(model_module, "ATTENTION", V2)
     layer, x, m, heads = layer_of("diff_v2", decay=decay), random(2, 20, 32), torch.arange(20).double(), []
     layer.lam_proj.weight.data.mul_(20)
-    inputs = [x.requires_grad_(), *layer.parameters()]
     q, k, v = ((x @ p.weight.T).unflatten(-1, (-1, 8)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
     turn = torch.exp(1j * m[:, None] * 10000 ** (-m[:4] / 4))  # pairs of neighbours as complex numbers
     q, k = (torch.complex(u[..., 0::2], u[..., 1::2]) * turn[:, None] for u in (q, k))
@@ -953,13 +918,7 @@ def test_diff_v2_is_the_released_layer_in_three_forms(decay, monkeypatch):
         heads.append(w / w.sum(-1, keepdim=True) @ v[:, :, h // 2])
     lam = 1 / (1 + torch.exp(-x @ layer.lam_proj.weight.T))
     y = torch.cat([heads[2 * j] - lam[:, :, j, None] * heads[2 * j + 1] for j in range(4)], -1)
-    forms = [y @ layer.out_proj.weight.T]
-    for layer.flash in (True, False):
-        forms.append(layer(x))
-    found = [[y, *torch.autograd.grad(y.square().sum(), inputs)] for y in forms]
-    for expected, fast, by_map in zip(*found):
-        assert max((fast - expected).abs().max(), (by_map - expected).abs().max()) < 1e-10 < expected.abs().max()
-    assert all((steps(layer, x, first) - forms[0]).abs().max() < 1e-10 for first in (1, 13))
+    assert (layer(x) - y @ layer.out_proj.weight.T).abs().max() < 1e-10 < y.abs().max()
 
 
 def test_diff_v2(monkeypatch, capsys):
@@ -1009,13 +968,14 @@ def test_recall():
     ("prepare_fineweb.py --tokenizer=bytes --source=latin.txt", "latin.txt: 'utf-8' codec can't decode byte 0xff"),
     ("prepare_fineweb.py --tokenizer=bytes --source=cut.jsonl.gz", "cut.jsonl.gz: Compressed file ended"),
     ("prepare_fineweb.py --tokenizer=bytes --source=field.jsonl", "has no column text"),
+    ("prepare_fineweb.py --tokenizer=bytes --source=broken.parquet", "broken.parquet: "),
     ("prepare_fineweb.py --tokenizer=bytes --source=nobody/nothing", "nobody/nothing: "),
     ("prepare_fineweb.py --tokenizer=bytes --source=short.txt --out=full", "short.txt: [Errno "),
 ])  # fmt: skip
 def test_bad_input_is_said_clearly(command, says, monkeypatch, capsys):
     beyond = np.array([20240520, 1, 9000] + [0] * 253, "<i4").tobytes() + np.full(9000, 300, "<u2").tobytes()
-    files = {"short.txt": b"too short", "latin.txt": b"\xff", "field.jsonl": b'{"body": "x"}\n',
-             "cut.jsonl.gz": gzip.compress(b'{"text": "one"}\n')[:-9], "full/.lock": b"",
+    files = {"short.txt": b"too short", "latin.txt": b"\xff", "field.jsonl": b'{"body": "x"}\n', "full/.lock": b"",
+             "cut.jsonl.gz": gzip.compress(b'{"text": "one"}\n')[:-9], "broken.parquet": b"PAR1" * 30,
              "cut/x_train_0.bin": beyond[:-1], "far/x_train_0.bin": beyond, "far/x_val_0.bin": beyond,
              "far/manifest.json": b'{"tokenizer": "bytes", "shards": []}'}  # fmt: skip
     for name, content in files.items():
@@ -1031,6 +991,5 @@ def test_bad_input_is_said_clearly(command, says, monkeypatch, capsys):
     with pytest.raises(SystemExit) as e:
         runpy.run_path(HERE / program, run_name="__main__")
     err = capsys.readouterr().err + str(e.value)
-    assert err.startswith((f"{program}: ", "usage: ")) and says in err and str(e.value) != "0"
-    assert err.startswith("usage: ") or err.count("\n") < 2
-    assert set(os.listdir()) - {"out", "data"} == there
+    assert err.startswith("usage: ") or (err.startswith(f"{program}: ") and err.count("\n") < 2)
+    assert says in err and str(e.value) != "0" and set(os.listdir()) - {"out", "data"} == there
