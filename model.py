@@ -286,7 +286,7 @@ class GPT(nn.Module):
         return logits.detach(), F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten())
 
     def prefill(self, idx):
-        """The last position's logits, (B, 1, vocab_size), and the state that `step` goes on from: one dict a layer."""
+        """The last logits, (B, 1, vocab_size), and the state for `step`, a dict a layer. Softmax: T <= block_size."""
         x, state = self.wte(idx), [{} for _ in self.blocks]
         R = self.blocks[0].attn.rotation(x)
         for block, s in zip(self.blocks, state):

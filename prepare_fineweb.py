@@ -293,7 +293,7 @@ if __name__ == "__main__":
     try:
         main()
         status = 0
-    except (ValueError, OSError, KeyboardInterrupt) as e:
+    except (ValueError, OSError, OverflowError, KeyboardInterrupt) as e:
         print("prepare_fineweb.py:", str(e) or "stopped, the same command goes on", file=sys.stderr)
         status = 1
     sys.stdout.flush()

@@ -46,7 +46,7 @@ STOPPING = []  # not empty after Ctrl-C or SIGTERM: finish the step, save and en
 
 def count(text):
     """The type of a flag: a whole number of at least 1, also written 1e9."""
-    if float(text) < 1:
+    if not 1 <= float(text) < math.inf:
         raise ValueError
     return int(float(text))
 
