@@ -399,7 +399,7 @@ def pick_kernel(model, name="auto", dtype=torch.float32):
     names = ["efficient", "sdpa"] if cuda and dtype == torch.float32 else ["sdpa", "efficient"]
     if cuda and torch.backends.cudnn.version() > 91500:  # before, wrong results were reported if 128 does not divide T
         names = ["cudnn", *names]
-    how = dict(device=device, dtype=dtype, requires_grad=True)
+    how = dict(generator=torch.Generator(device).manual_seed(0), device=device, dtype=dtype, requires_grad=True)
     q, k = torch.randn(2, 1, layer.n_head, 130, layer.d, **how)
     v = torch.randn(1, layer.h, 130, model.config.n_embd // layer.h, **how)
     R, V = layer.rotation(v[:, 0]), v.repeat_interleave(layer.branches, 1)
