@@ -84,7 +84,8 @@ def draw(table):
     ax.barh(shown["effect of"], shown["nats"], xerr=shown["error"], capsize=3,
             color=["#CCCCCC" if " x " in name else "#0072B2" for name in shown["effect of"]])  # fmt: skip
     ax.axvline(0, color="black", linewidth=0.8)
-    ax.set_xlabel("change of the val loss (nats per byte): left is better; grey: interactions")
+    ax.set_xlabel("change of val loss, nats per byte (left: better)")
+    ax.set_title("grey: interactions", fontsize="medium")
     return figure
 
 
@@ -95,6 +96,7 @@ def publish(rows, args):
     df = pd.DataFrame(rows)
     cells = df.groupby(["family", "difference", "decay", "lr", "norm"], sort=False)["loss"]
     table = cells.agg(lambda values: (values.mean(), values.std())).unstack("norm").reindex(columns=NORMS).reset_index()
+    table[["difference", "decay"]] = table[["difference", "decay"]].map({True: "yes", False: "no"}.get)
     change = pd.DataFrame(effects(df[df["lr"] == 2e-3]))
     head = train.read_log(next(args.out.glob("*/log.jsonl")))[0]
     about = bench.conditions(torch.device("cpu"), data=head["data"], steps=head["steps"], seeds=args.seed)
