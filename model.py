@@ -7,7 +7,7 @@ Four attentions in one GPT, each written in three forms.
 
 Attention multiplies the values V by a causal T x T matrix A, "the map". One map is made like this:
     A_ij = w_ij D_ij / z_i      weights w, times the mask D, divided by the row sums z_i = sum over j of w_ij D_ij
-    w_ij = exp(q_i . k_j / sqrt(d)) in the softmax arms, phi(q_i) . phi(k_j) in the linear arms (where z is not rotated)
+    w_ij = exp(q_i . k_j / sqrt(d)) (softmax) or phi(q_i) . phi(k_j) (linear); RoPE turns q and k, but not in linear's z
     D_ij = 1 for j <= i, else 0; with `decay` D_ij = gamma^(i - j) for j <= i, so that a head forgets
 A differential arm has A = A_1 - lambda A_2, two such maps, its branches, and a learned lambda in each layer.
 
@@ -15,7 +15,7 @@ Three forms: the map, A itself, O(T^2), to look at and to test; the fast form, A
 kernel still gets log D), to train; the step, one token at a time from a state, to sample.
 
 Shapes: B batch, T time, C channels (n_embd), H heads of the softmax model (n_head), d = C/H. q and k are (B, H, T, d)
-in every arm. Heads 2j and 2j+1 are the branches of differential head j and share one value: h = H/2 and v is
+in every arm. Heads 2n and 2n+1 are the branches of differential head n and share one value: h = H/2 and v is
 (B, h, T, 2d). The head count is halved, never d. In the other arms h = H and v is (B, h, T, d).
 """
 import hashlib
@@ -64,8 +64,8 @@ def rotate(x, R):
     return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(x.dtype)
 
 def log_mask(rate, T, rows=None):
-    """log D for gamma = exp(-rate), rate (h, 1, 1): -(i - j) rate where j <= i, else -inf. (h, T, T), or only the rows
-    in `rows`. Only what is <= 0 is ever put through exp: nothing overflows."""
+    """log D for gamma = exp(-rate), rate (n, 1, 1): -(i - j) rate where j <= i, else -inf. (n, T, T), or only the rows
+    in `rows`. Never above 0, so that no power of gamma overflows."""
     j = torch.arange(T, device=rate.device)
     distance = (j if rows is None else rows)[:, None] - j
     return (-rate * distance).masked_fill(distance < 0, -math.inf)
@@ -142,7 +142,7 @@ class Softmax(Attention):
     def row(self, q, k, v, R, state):
         """The last row of each branch's map, over the whole cache: log D hides what is not filled yet."""
         t, K, V = state["T"], state["k"], state["v"]
-        K.index_copy_(2, t, rotate(k, R))  # IndexError when the cache is full
+        K.index_copy_(2, t, rotate(k, R))  # IndexError on a CPU when the cache is full
         V.index_copy_(2, t, v)
         with torch.autocast(q.device.type, enabled=False):  # scores in float32, as in the fast form
             scores = wide(rotate(q, R)) @ wide(K).mT * self.d**-0.5  # (B, H, 1, block_size)
@@ -173,27 +173,27 @@ class Diff(Difference, Softmax):
     def fast(self, *args): return self.minus(super().fast(*args))  # (A_1 - lambda A_2) V = A_1 V - lambda A_2 V
     def row(self, *args): return self.minus(super().row(*args))
 
-def phi(x): return x.relu() + x.clamp(max=0).exp()  # elu(x) + 1 (arXiv 2006.16236, Eq. 7), so that bf16 keeps its tail
+def phi(x): return x.relu() + x.clamp(max=0).exp()  # elu(x) + 1 (2006.16236, Eq. 7), its tail kept in bf16
 
 def chunkwise(q, k, v, rate):
-    """sum over j <= i of gamma^(i - j) (q_i . k_j) v_j, O(T) but for L. Inside a chunk the masked product; for what was
-    before it the earlier chunks' states S = sum of k_j v_j^T, each faded by its distance.
-    q, k (B, h, T, F), v (B, h, T, d_v), rate (h, 1, 1), to (B, h, T, d_v)."""
+    """sum over j <= i of gamma^(i - j) (q_i . k_j) v_j in O(T), plus L @ S in O((T/CHUNK)^2). Inside a chunk the masked
+    product; for what was before it the earlier chunks' states S = sum of k_j v_j^T, each faded by its distance.
+    q, k (B, n, T, f), v (B, n, T, d_v), rate (n, 1, 1), to (B, n, T, d_v), for any number n of heads."""
     T, N = v.shape[2], -(-v.shape[2] // CHUNK)
     q, k, v = (F.pad(x.to(v.dtype).contiguous(), (0, 0, 0, -T % CHUNK)).unflatten(2, (N, CHUNK)) for x in (q, k, v))
-    # gamma^(i - j) = D from j to the end of its chunk, times L to the beginning of i's chunk, times fade to i
+    # earlier chunks: gamma^(i - j) = D's last row (j to its chunk's end), L (to the token before i's), fade (to i)
     D = log_mask(rate, CHUNK).exp()[:, None].to(v.dtype)
     L = log_mask(CHUNK * rate, N, torch.arange(-1, N - 1, device=v.device)).exp().to(v.dtype)  # row n: chunks 0 to n-1
     fade = (-rate * torch.arange(1, CHUNK + 1, device=v.device)[:, None]).exp()[:, None].to(v.dtype)
-    S = (k * D[:, :, -1, :, None]).mT @ v  # (B, h, N, F, d_v), at the chunk's end
+    S = (k * D[:, :, -1, :, None]).mT @ v  # (B, n, N, f, d_v), at the chunk's end
     before = (L @ S.flatten(3)).reshape(S.shape)
-    return ((q @ k.mT * D) @ v + (q * fade) @ before).flatten(2, 3)[:, :, :T]
+    return (((q @ k.mT) * D) @ v + (q * fade) @ before).flatten(2, 3)[:, :, :T]
 
 class Linear(Attention):
     """A_ij = (R_i phi(q_i)) . (R_j phi(k_j)) D_ij / z_i,   z_i = sum over j <= i of phi(q_i) . phi(k_j) D_ij
-    Only the numerator is rotated (RoFormer, Section 3.3): entries may be negative, and rows need not sum to 1."""
+    Only the numerator is rotated, so z > 0 (RoFormer, Section 3.3). Entries may be negative, rows need not sum to 1."""
     def scores(self, q, k, R): return rotate(phi(q), R) @ rotate(phi(k), R).mT  # (B, H, T, T)
-    def fold(self, q, k): return q, k  # joins the branches of a head along d, (B, H, T, d) to (B, h, T, branches d)
+    def fold(self, q, k): return q, k  # makes one of a head's branches, (B, H, T, d) to (B, h, T, branches d)
 
     def A(self, q, k, R):
         D = log_mask(self.rate(q), q.shape[2]).exp()
@@ -211,7 +211,7 @@ class Linear(Attention):
         """S = sum of gamma^(T-1-j) (R_j phi(k_j)) v_j^T, (B, h, ., C/h), and Z = sum of gamma^(T-1-j) phi(k_j)."""
         k, age = wide(phi(k)), torch.arange(k.shape[2] - 1, -1, -1, device=k.device)
         fade = (-self.rate(k) * age[:, None]).exp()  # (H, T, 1)
-        _, folded = self.fold(k, rotate(k, R) * fade)
+        folded = self.fold(k, rotate(k, R) * fade)[1]  # its q is not needed
         with torch.autocast(k.device.type, enabled=False):  # float32, since the steps add to it
             return dict(S=folded.mT @ wide(v), Z=(k * fade).sum(2, keepdim=True))
 
@@ -225,8 +225,8 @@ class Linear(Attention):
         return (wide(q).mT * state["S"]).sum(2, keepdim=True)  # (B, h, 1, C/h), in float32 under autocast too
 
 class DiffLinear(Difference, Linear):
-    """A = A_1 - lambda A_2 of two linear maps. 1/z and lambda depend on the row i alone, so they move into q, and this
-    is one linear attention with signed features of twice the size:
+    """A = A_1 - lambda A_2 of two linear maps. 1/z belongs to the row i, lambda to the layer: both move into q. So
+    this is one linear attention with signed features of twice the size, q and k after phi and rotation:
     A_ij = [q_1/z_1, -lambda q_2/z_2]_i . [k_1, k_2]_j D_ij. So `fold` is all that the fast form and the step need."""
     def fold(self, q, k):
         q = torch.cat((q[:, 0::2], -self.lambda_full() * q[:, 1::2]), -1)
@@ -314,7 +314,7 @@ class GPT(nn.Module):
         room = self.config.block_size if isinstance(self.blocks[0].attn, Softmax) else 0  # 0: no limit
         kept, state = idx[:, -room:], None
         for _ in range(max_new_tokens):
-            if 0 < room < kept.shape[1]:  # to drop its oldest keys would leave values that saw them
+            if 0 < room < kept.shape[1]:  # what deeper layers keep depends on dropped tokens
                 kept, state = kept[:, -max(1, room // 2) :], None
             if state is None:
                 logits, state = self.prefill(kept)
@@ -340,7 +340,7 @@ class GPT(nn.Module):
     def load(cls, path, device="cpu"):
         """The model that save() wrote, on device; what else was saved is in its .extra. Runs no code from the file.
         ValueError for a file that is not ours, cut short or damaged, or whose weights are not finite."""
-        os.stat(path)
+        os.stat(path)  # a missing file is an OSError
         try:
             if zipfile.ZipFile(path).testzip():
                 raise ValueError("a checksum is wrong")
@@ -387,8 +387,8 @@ def sdpa(q, k, v, rate, kernel):
         return F.scaled_dot_product_attention(q, k, v, **how)
 
 def pick_kernel(model, name="auto", dtype=torch.float32):
-    """Puts one of KERNELS behind the softmax arms' fast form; "auto": the first, fastest first, that gives what the map
-    gives for random q, k and v of this dtype, gradients too. Returns its name and why a faster one can't be had; None
+    """Puts one of KERNELS behind the softmax arms' fast form; "auto": of PyTorch's own the fastest that gives what the
+    map gives for random q, k, v of this dtype, gradients too. Returns its name and why a faster one can't be had; None
     and "" for a model that uses none. ValueError with the reason when a kernel asked for by name can't be had."""
     layers, device, whys = [block.attn for block in model.blocks], model.wte.weight.device, []
     layer, cuda = layers[0], device.type == "cuda"
