@@ -889,7 +889,7 @@ def test_factors():
     cells = product(["linear"], (False, True), [False], factors.NORMS)
     flags = [factors.command(cell, 3, 2e-3, [])[3:] for cell in cells]
     assert flags == [[], ["--subln", "--subln_init=0.2"], ["--subln"], ["--no-subln"], ["--subln_init=0.2"], []]
-    assert factors.main([*TOY, "--n_head=4", "--steps=1", "--seed=1", "--out=factors"])
+    factors.main([*TOY, "--n_head=4", "--steps=1", "--seed=1", "--out=factors"])
     table, change = json.loads(Path("factors/factors.json").read_text())["tables"].values()
     assert len(table) == 16 and len(change) == 14
 
@@ -900,7 +900,7 @@ def test_ladder(monkeypatch, capsys):
     monkeypatch.setattr(ladder, "SEEDS", {8: (1, 2), 12: (1,)})
     Path("text.txt").write_text("all work and no play makes jack a dull boy\n" * 100)
     for _ in range(2):
-        assert ladder.main([*TOY, "--n_head=2", "--data=text.txt", "--n_embd=8,12", "--out=ladder"])
+        ladder.main([*TOY, "--n_head=2", "--data=text.txt", "--n_embd=8,12", "--out=ladder"])
     assert capsys.readouterr().out.count("finished") == 2 * 6 + 3 * 7  # the second time
     rows, rates = json.loads(Path("ladder/ladder.json").read_text())["tables"].values()
     assert [row["seeds"] for row in rows] == [2] * 7 + [1] * 7 and len(rates) == 4
@@ -930,7 +930,7 @@ def test_diff_v2(monkeypatch, capsys):
     for name, arm in V2.items():
         monkeypatch.setitem(ATTENTION, name, arm)
     for _ in range(2):
-        assert diff_v2.main([*TOY, "--n_head=4", "--steps=2", "--seed=1", "--out=v2"])
+        diff_v2.main([*TOY, "--n_head=4", "--steps=2", "--seed=1", "--out=v2"])
     assert capsys.readouterr().out.count("finished, 2 steps") == 10  # the second time
     (rows,) = json.loads(Path("v2/diff_v2.json").read_text())["tables"].values()
     more = [row["parameters"] - rows[0]["parameters"] for row in rows]

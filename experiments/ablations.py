@@ -50,8 +50,7 @@ def commands(flags, seeds, out):
 
 def main(argv=None):
     """True if all runs are finished, None if stopped, False if a loss is not finite."""
-    raw = argparse.RawDescriptionHelpFormatter
-    p = argparse.ArgumentParser(prog="ablations", description=__doc__, formatter_class=raw)
+    p = argparse.ArgumentParser("ablations", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--seed", default="1,2,3", help="a comma list (%(default)s)")
     p.add_argument("--out", type=Path, default="out/ablations", help="folder of runs and results (%(default)s)")
     args, flags = p.parse_known_args(argv)

@@ -2,7 +2,7 @@
 What does the authors' second version of differential attention change at toy size?
 
     python -m experiments.diff_v2           # 30 runs of the toy; goes on where it stopped
-    python -m experiments.diff_v2 --seed=1  # --seed, --lr and --out; other flags are train.py's
+    python -m experiments.diff_v2 --seed=1  # --seed and --out; other flags are train.py's
     python -c "import experiments.diff_v2, train; train.main(['--attn=diff_v2'])"   # one run; so for sample.main
 
 V2 is a blog post of January 2026, https://huggingface.co/blog/microsoft/diff-attn-v2, and one layer of code,
@@ -50,14 +50,9 @@ class DiffV2(Softmax):
         y = wide(form(q, *args))  # the maps of both branches, or their outputs
         return y[:, 0::2] - lam * y[:, 1::2]
 
-    def A(self, *args):
-        return self.minus(super().A, *args)
-
-    def fast(self, *args):
-        return self.minus(super().fast, *args)
-
-    def row(self, *args):
-        return self.minus(super().row, *args)
+    def A(self, *args): return self.minus(super().A, *args)
+    def fast(self, *args): return self.minus(super().fast, *args)
+    def row(self, *args): return self.minus(super().row, *args)
 
 
 class DiffV2Narrow(DiffV2):
@@ -79,24 +74,21 @@ ROWS = {  # train.py's flags
 
 
 def main(argv=None):
-    """True if all runs are finished, False if one was stopped or not finite."""
     import pandas as pd
 
-    raw = argparse.RawDescriptionHelpFormatter
-    p = argparse.ArgumentParser(prog="diff_v2", description=__doc__, formatter_class=raw)
+    p = argparse.ArgumentParser("diff_v2", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--seed", default="1,2,3", help="a comma list (%(default)s)")
-    p.add_argument("--lr", type=float, default=2e-3, help="peak rate (%(default)s)")
     p.add_argument("--out", type=Path, default="out/diff_v2", help="folder of runs and results (%(default)s)")
     args, flags = p.parse_known_args(argv)
     rows, seeds = [], args.seed.split(",")
     for decay, seed, (arm, own) in itertools.product(("no", "yes"), seeds, ROWS.items()):
-        command = [*flags, *own, f"--seed={seed}", f"--lr={args.lr}", "--decay" if decay == "yes" else "--no-decay"]
+        command = [*flags, *own, f"--seed={seed}", "--decay" if decay == "yes" else "--no-decay"]
         folder = args.out / train.parse(command)[0].out.name
         if not train.main([*command, f"--out={folder}"]):
-            return False
+            sys.exit(1)
         head, records = train.read_log(folder / "log.jsonl")
-        row = dict(arm=arm, parameters=head["parameters"], decay=decay, seed=seed)
-        rows.append(row | dict(loss=records[-1]["val_loss"]))
+        loss = records[-1]["val_loss"]
+        rows.append(dict(arm=arm, parameters=head["parameters"], decay=decay, seed=seed, loss=loss))
 
     df = pd.DataFrame(rows)
     softmax = df.groupby(["decay", "seed"])["loss"].transform("first")  # the first of ROWS
@@ -109,14 +101,13 @@ def main(argv=None):
     shown = df.dropna().assign(line="decay: " + df["decay"])
     figure = bench.plot(shown, "arm", "difference", "line", xlabel="", ylabel="val loss − softmax's (nats per token)")
     figure.axes[0].axhline(0, color="black", linewidth=0.8)
-    about = dict(data=head["data"], steps=head["steps"], lr=args.lr, seeds=args.seed)
+    about = dict(data=head["data"], steps=head["steps"], lr=head["lr"], seeds=args.seed)
     about = bench.conditions(torch.device(head["device"]), **about)
     bench.publish(args.out, "diff_v2", about, {caption: table.reset_index()}, figure)
-    return True
 
 
 if __name__ == "__main__":
     try:
-        sys.exit(0 if main() else 1)
+        main()
     except (ValueError, OSError, ImportError) as e:
         sys.exit(f"diff_v2: {e}")

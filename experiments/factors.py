@@ -44,13 +44,13 @@ def command(cell, seed, lr, flags):
 
 
 def train_runs(cells, seeds, lr, flags, out):
-    """A row of each run, trained if it is not finished; None if one was stopped."""
+    """A row of each run, trained if it is not finished. SystemExit if one was stopped or is not finite."""
     rows = []
     for seed, cell in itertools.product(seeds, cells):
         flags_of_run = command(cell, seed, lr, flags)
         folder = out / train.parse(flags_of_run)[0].out.name
         if not train.main([*flags_of_run, f"--out={folder}"]):
-            return None
+            sys.exit(1)
         loss = train.read_log(folder / "log.jsonl")[1][-1]["val_loss"]
         rows.append(dict(zip(("family", "difference", "decay", "norm"), cell)) | dict(seed=seed, lr=lr, loss=loss))
     return rows
@@ -64,9 +64,7 @@ def effect(df, column, without, with_):
 
 def effects(df):
     """A row of each factor, and of each two of them: what the first one does with the second less what without it."""
-    found = []
-    for name, factor in FACTORS.items():
-        found.append((name, effect(df, *factor)))
+    found = [(name, effect(df, *factor)) for name, factor in FACTORS.items()]
     for (name, factor), (other, (column, without, with_)) in itertools.combinations(FACTORS.items(), 2):
         if factor[0] != column:
             change = effect(df[df[column] == with_], *factor) - effect(df[df[column] == without], *factor)
@@ -106,33 +104,24 @@ def publish(rows, args):
 
 
 def main(argv=None):
-    """True if all runs are finished, False if one was stopped or not finite."""
     import pandas as pd
 
-    raw = argparse.RawDescriptionHelpFormatter
-    p = argparse.ArgumentParser(prog="factors", description=__doc__, formatter_class=raw)
+    p = argparse.ArgumentParser("factors", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--seed", default="1,2,3", help="a comma list (%(default)s)")
     p.add_argument("--out", type=Path, default="out/factors", help="folder of runs and results (%(default)s)")
     args, flags = p.parse_known_args(argv)
     seeds = [int(seed) for seed in args.seed.split(",")]
-    grid = list(itertools.product(("softmax", "linear"), (False, True), (False, True), NORMS))
-    rows = train_runs(grid, seeds, 2e-3, flags, args.out)
-    if rows is None:
-        return False
+    arms = list(itertools.product(("softmax", "linear"), (False, True), (False, True)))
+    rows = train_runs([(*arm, norm) for arm in arms for norm in NORMS], seeds, 2e-3, flags, args.out)
     publish(rows, args)  # the second part takes another hour
 
     means = pd.DataFrame(rows).groupby(["family", "difference", "decay", "norm"])["loss"].mean()
-    arms = itertools.product(("softmax", "linear"), (False, True), (False, True))
     best = [(*arm, means.loc[arm].idxmin()) for arm in arms]
-    faster = train_runs(best, seeds, 4e-3, flags, args.out)
-    if faster is None:
-        return False
-    publish(rows + faster, args)
-    return True
+    publish(rows + train_runs(best, seeds, 4e-3, flags, args.out), args)
 
 
 if __name__ == "__main__":
     try:
-        sys.exit(0 if main() else 1)
+        main()
     except (ValueError, OSError, ImportError) as e:
         sys.exit(f"factors: {e}")

@@ -12,7 +12,6 @@ So a difference to softmax (with decay for an arm with decay) is taken within a 
 Other flags are train.py's.
 """
 import argparse
-import math
 import sys
 from itertools import product
 from pathlib import Path
@@ -36,19 +35,15 @@ ARMS = {
 }
 
 
-class Stopped(Exception):
-    pass
-
-
 def run(arm, n_embd, seed, lr, part, flags, out):
-    """The rows of one run, one for each evaluation; trains it if it is not finished. part: of the size's bytes."""
+    """A row for each evaluation of a run on this part of the size's bytes. Trains it if it is not finished."""
     blocks = 4 * (4 * n_embd**2 + 3 * n_embd * (8 * n_embd // 3 // 8 * 8))
     steps = int(part * BYTES * blocks / 2048)
     name = f"{n_embd}-{arm.replace(', ', '-').replace(' ', '')}-lr{lr:g}-seed{seed}" + ("-short" if part < 1 else "")
-    own = [f"--n_embd={n_embd}", "--n_layer=4", f"--seed={seed}", f"--lr={lr}", f"--steps={steps}", f"--out={out / name}"]
-    own += [f"--eval_every={math.ceil(steps / 10)}", f"--save_every={math.ceil(steps / 10)}"]
+    own = ["--n_layer=4", f"--n_embd={n_embd}", f"--seed={seed}", f"--lr={lr}", f"--steps={steps}"]
+    own += [f"--out={out / name}", f"--eval_every={steps // 10 + 1}", f"--save_every={steps // 10 + 1}"]
     if not train.main(["--preset=toy", *flags, *own, *ARMS[arm]]):
-        raise Stopped
+        sys.exit(1)
     head, records = train.read_log(out / name / "log.jsonl")
     about = dict(arm=arm, parameters=blocks, seed=seed, lr=lr, decay="decay" in arm, data=head["data"])
     return [about | dict(tokens=r["tokens"], loss=r["val_loss"]) for r in records if r.get("val_loss") and r["step"]]
@@ -63,20 +58,20 @@ def against_softmax(df):
 
 
 def draw(df, last):
-    """Final loss and difference to softmax by parameters; the difference by tokens, a thicker line for a larger size."""
+    """Final loss and difference to softmax by parameters; the difference by tokens, thicker for a larger size."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(16, 5), layout="constrained")
     by_size, gap, by_tokens = figure.subplots(1, 3)
     for arm in ARMS:
-        style = dict(bench.STYLE[ARMS[arm][0].removeprefix("--attn=")], marker="o", markersize=4)
-        style["marker"] = "x" if "decay" not in arm else "s" if "no norm" in arm else "o"
+        marker = "s" if "no norm" in arm else "o" if "decay" in arm else "x"
+        style = dict(bench.STYLE[ARMS[arm][0].removeprefix("--attn=")], marker=marker, markersize=4)
         runs = last[last["arm"] == arm].groupby("parameters")
         by_size.plot(runs["loss"].mean(), label=arm, **style)
         if arm in ("softmax", "softmax, decay"):
             continue
-        difference = runs["difference"]
-        gap.errorbar(difference.mean().index, difference.mean(), difference.sem(), capsize=3, **style)
+        mean, error = runs["difference"].mean(), runs["difference"].sem()
+        gap.errorbar(mean.index, mean, error, capsize=3, **style)
         for width, (_, rows) in enumerate(df[df["arm"] == arm].groupby("parameters"), 1):
             over_seeds = rows.groupby("tokens")["difference"]
             mean, error = over_seeds.mean(), over_seeds.sem()
@@ -91,45 +86,37 @@ def draw(df, last):
 
 
 def main(argv=None):
-    """True if all runs are finished, False if one was stopped or not finite."""
     import pandas as pd
 
-    raw = argparse.RawDescriptionHelpFormatter
-    p = argparse.ArgumentParser(prog="ladder", description=__doc__, formatter_class=raw)
+    p = argparse.ArgumentParser("ladder", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--n_embd", default="64,128,192", help="sizes, a comma list of them (%(default)s)")
     p.add_argument("--data", default="data/fineweb_edu_bytes", help="shards or a text file (%(default)s)")
     p.add_argument("--out", type=Path, default="out/ladder", help="folder of runs and results (%(default)s)")
     args, flags = p.parse_known_args(argv)
     flags.append(f"--data={args.data}")
     rows, short = [], []
-    try:
-        for n_embd in map(int, args.n_embd.split(",")):
-            tried = []
-            for lr, arm in product(RATES, ("softmax", "diff")):
-                tried.append(run(arm, n_embd, 1, lr, 0.2, flags, args.out)[-1])
-            short += tried
-            lr = pd.DataFrame(tried).groupby("lr")["loss"].mean().idxmin()
-            for seed, arm in product(SEEDS[n_embd], ARMS):
-                rows += run(arm, n_embd, seed, lr, 1, flags, args.out)
-    except Stopped:
-        return False
+    for n_embd in map(int, args.n_embd.split(",")):
+        tried = [run(arm, n_embd, 1, lr, 0.2, flags, args.out)[-1] for lr, arm in product(RATES, ("softmax", "diff"))]
+        short += tried
+        lr = pd.DataFrame(tried).groupby("lr")["loss"].mean().idxmin()
+        for seed, arm in product(SEEDS[n_embd], ARMS):
+            rows += run(arm, n_embd, seed, lr, 1, flags, args.out)
     df = against_softmax(pd.DataFrame(rows))
     last = df[df["tokens"] == df.groupby("parameters")["tokens"].transform("max")]
     groups = last.groupby(["parameters", "tokens", "lr", "arm"], sort=False)
     table = groups["seed"].count().rename("seeds").to_frame()
     table["val loss"] = groups["loss"].agg(lambda values: (values.mean(), values.std()))
     table["− softmax"] = groups["difference"].agg(lambda values: (values.mean(), values.sem()))
-    tables = {"Final val loss, nats per byte, mean ± standard deviation over seeds; difference ± standard error":
-              table.reset_index()}  # fmt: skip
+    caption = "Final val loss, nats per byte, mean ± standard deviation over seeds; difference ± standard error"
     rates = pd.DataFrame(short).pivot_table("loss", ["parameters", "tokens", "arm"], "lr", sort=False).reset_index()
-    tables["Val loss by peak rate, a fifth of the bytes, seed 1"] = rates.rename(columns=str)
+    short_runs = "Val loss by peak rate, a fifth of the bytes, seed 1"
+    tables = {caption: table.reset_index(), short_runs: rates.rename(columns=str)}
     about = bench.conditions(torch.device("cpu"), data=df["data"][0], flags=" ".join(flags))
     bench.publish(args.out, "ladder", about, tables, draw(df, last))
-    return True
 
 
 if __name__ == "__main__":
     try:
-        sys.exit(0 if main() else 1)
+        main()
     except (ValueError, OSError, ImportError) as e:
         sys.exit(f"ladder: {e}")
