@@ -97,7 +97,7 @@ def publish(rows, args):
     table[["difference", "decay"]] = table[["difference", "decay"]].map({True: "yes", False: "no"}.get)
     change = pd.DataFrame(effects(df[df["lr"] == 2e-3]))
     head = train.read_log(next(args.out.glob("*/log.jsonl")))[0]
-    about = bench.conditions(torch.device("cpu"), data=head["data"], steps=head["steps"], seeds=args.seed)
+    about = bench.conditions(torch.device(head["device"]), data=head["data"], steps=head["steps"], seeds=args.seed)
     caption = "Final val loss, nats per token, by norm, mean ± standard deviation over seeds"
     tables = {caption: table, "What it does to the loss at 2e-3, mean and standard error over seeds": change}
     bench.publish(args.out, "factors", about, tables, draw(change))

@@ -3,7 +3,6 @@ Does it hold as the model and the data grow?
 
     python prepare_fineweb.py --tokenizer=bytes --tokens=3e7 --val_tokens=1e6 --out=data/fineweb_edu_bytes
     python -m experiments.ladder --dtype=bfloat16 --compile     # some six hours of one core; goes on where it stopped
-    python -m experiments.ladder --dtype=bfloat16 --compile --n_embd=64,128     # the two smaller sizes alone
 
 Three sizes, 4 blocks of 64, 128 and 192 channels, on bytes of real text: 10 bytes for each parameter of the blocks,
 less than one epoch. The peak rate of a size is the best of three for softmax and diff together, each on a fifth of the
@@ -45,7 +44,7 @@ def run(arm, n_embd, seed, lr, part, flags, out):
     if not train.main(["--preset=toy", *flags, *own, *ARMS[arm]]):
         sys.exit(1)
     head, records = train.read_log(out / name / "log.jsonl")
-    about = dict(arm=arm, parameters=blocks, seed=seed, lr=lr, decay="decay" in arm, data=head["data"])
+    about = dict(arm=arm, parameters=blocks, seed=seed, lr=lr, decay="decay" in arm, head=head)
     return [about | dict(tokens=r["tokens"], loss=r["val_loss"]) for r in records if r.get("val_loss") and r["step"]]
 
 
@@ -111,7 +110,8 @@ def main(argv=None):
     rates = pd.DataFrame(short).pivot_table("loss", ["parameters", "tokens", "arm"], "lr", sort=False).reset_index()
     short_runs = "Val loss by peak rate, a fifth of the bytes, seed 1"
     tables = {caption: table.reset_index(), short_runs: rates.rename(columns=str)}
-    about = bench.conditions(torch.device("cpu"), data=df["data"][0], flags=" ".join(flags))
+    head = df["head"][0]
+    about = bench.conditions(torch.device(head["device"]), data=head["data"], flags=" ".join(flags))
     bench.publish(args.out, "ladder", about, tables, draw(df, last))
 
 
