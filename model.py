@@ -52,8 +52,9 @@ class GPTConfig:
     def __post_init__(self):
         if self.attn not in ATTENTION:
             raise ValueError(f"attn must be one of {', '.join(ATTENTION)}, not {self.attn!r}")
-        if self.n_head < 1 or self.n_head % ATTENTION[self.attn].branches or self.n_embd % (2 * self.n_head):
-            raise ValueError(f"n_head must be even in a diff arm, and n_embd a multiple of 2 n_head (pairs): {self}")
+        sizes = self.block_size, self.vocab_size, self.n_layer, self.n_head, self.n_embd
+        if min(sizes) < 1 or self.n_head % ATTENTION[self.attn].branches or self.n_embd % (2 * self.n_head):
+            raise ValueError(f"sizes must be >= 1, n_head even in a diff arm, n_embd a multiple of 2 n_head: {self}")
 
 def wide(x): return x if x.element_size() >= 4 else x.float()  # for sums and norms that bf16 would round away
 
@@ -274,8 +275,7 @@ class GPT(nn.Module):
         return torch.randn(p.shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))) * std
 
     def forward(self, idx, targets=None):
-        """logits (B, T, vocab_size), without gradients, and the mean loss in nats; without targets the last position's
-        logits alone, (B, 1, vocab_size), and None."""
+        """logits (B, T, vocab_size), detached, and the mean loss in nats; without targets the last logits and None."""
         x = self.wte(idx)
         R = self.blocks[0].attn.rotation(x)  # the same for every layer
         for block in self.blocks:

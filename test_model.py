@@ -232,7 +232,7 @@ def test_long_sums_stay_in_float32():
 
 
 def test_impossible_models_are_refused():
-    for name, value in (("attn", "cosine"), ("n_embd", 30), ("n_embd", 36), ("n_head", 1), ("n_head", 0)):
+    for name, value in (("attn", "cosine"), ("n_embd", 30), ("n_embd", 36), ("n_head", 1), ("n_layer", 0)):
         refused(name, GPTConfig, **TINY | dict(attn="diff") | {name: value})
 
 
