@@ -2,13 +2,12 @@
 Does it hold as the model and the data grow?
 
     python prepare_fineweb.py --tokenizer=bytes --tokens=3e7 --val_tokens=1e6 --out=data/fineweb_edu_bytes
-    python -m experiments.ladder --dtype=bfloat16 --compile     # some six hours of one core; goes on where it stopped
+    python -m experiments.ladder --dtype=bfloat16 --no-flash --compile   # ten hours of a core; goes on where it stopped
 
-Three sizes, 4 blocks of 64, 128 and 192 channels, on bytes of real text: 10 bytes for each parameter of the blocks,
-less than one epoch. The peak rate of a size is the best of three for softmax and diff together, each on a fifth of the
-bytes. The seven arms of a seed share that rate, their tokens and the initial bits of what they have in common.
-So a difference to softmax (with decay for an arm with decay) is taken within a seed, and its error is over the seeds.
-Other flags are train.py's.
+Three sizes, 4 blocks of 64, 128 and 192 channels, on 10 bytes of real text for each parameter of the blocks, less than
+one epoch. The peak rate of a size is the best of three for softmax and diff together, on a fifth of the bytes. The
+seven arms share it, and within a seed their tokens and the initial bits of what they have in common. A difference to
+softmax (with decay for an arm with decay) is paired by seed. On a GPU leave out --no-flash. More flags: train.py.
 """
 import argparse
 import sys
@@ -78,6 +77,7 @@ def draw(df, last):
     by_size.set(xlabel="parameters of the blocks", ylabel="final val loss (nats per byte)", xscale="log")
     gap.set(xlabel="parameters of the blocks", ylabel="difference to softmax (nats per byte)", xscale="log")
     by_tokens.set(xlabel="bytes seen; thicker: the larger sizes", ylabel="difference to softmax", xscale="log")
+    by_tokens.xaxis.set_minor_formatter("")  # its labels would overlap
     for ax in (gap, by_tokens):
         ax.axhline(0, color="black", linewidth=0.8)
     figure.legend(loc="outside lower center", ncols=4, fontsize="small")
