@@ -2,7 +2,7 @@
 Does it hold as the model and the data grow?
 
     python prepare_fineweb.py --tokenizer=bytes --tokens=3e7 --val_tokens=1e6 --out=data/fineweb_edu_bytes
-    python -m experiments.ladder --dtype=bfloat16 --no-flash --compile  # an estimated eleven hours of a core; resumable
+    python -m experiments.ladder --dtype=bfloat16 --no-flash --compile  # nine hours of a core; resumable
 
 Three sizes, 4 blocks of 64, 128 and 192 channels, on 10 bytes of real text for each parameter of the blocks, less than
 one epoch. The peak rate of a size is the best of three for softmax and diff together, on a fifth of the bytes. The
