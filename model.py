@@ -109,8 +109,9 @@ def rotary_table(position, config, dtype):
     i = torch.arange(d // 2, device=device, dtype=torch.float64)
     frequency = config.rope_theta ** (-2 * i / d) if config.rope_theta else torch.zeros_like(i)
     angle = position.to(device)[:, None] * frequency  # (T, d/2)
-    cos = angle.cos().to(dtype).to(position.device)
-    sin = angle.sin().to(dtype).to(position.device)
+    # stack makes one table of them, else torch.compile would compute cosines anew wherever they are used
+    table = torch.stack((angle.cos(), angle.sin())).to(dtype).to(position.device)
+    cos, sin = table.unbind()
     return Rope(position, cos, sin)
 
 
