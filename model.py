@@ -1,43 +1,46 @@
 """
 Four attentions in one GPT.
 
-                one map         the difference of two maps
-    softmax     softmax         diff            (Differential Transformer, arXiv 2410.05258, "the paper" below)
-    linear      linear          diff_linear     (linear: Transformers are RNNs, arXiv 2006.16236)
+                one map     the difference of two maps
+    softmax     softmax     diff            (Differential Transformer, 2410.05258: "the paper")
+    linear      linear      diff_linear     (linear: Transformers are RNNs, 2006.16236)
 
-Attention multiplies the values V by a causal T x T matrix A, which we call the map: row i says how much
-token i takes from each token j <= i. Every map here is made in the same way,
+Attention multiplies the values V by a causal T x T matrix A, which we call the map: row i says how
+much token i takes from each token j <= i. Every map here is made in the same way,
 
     A_ij = w_ij D_ij / z_i          z_i = sum over j of w_ij D_ij
 
     w    the weights: exp(q_i . k_j / sqrt(d)) for softmax, phi(q_i) . phi(k_j) for linear attention
-    D    the mask: 1 for j <= i and 0 for the future. With `decay` it is gamma^(i - j) for j <= i, so
-         that a head forgets
+    D    the mask: 1 for j <= i, and 0 for the future. With `decay` it is gamma^(i - j) for j <= i,
+         so that a head forgets
     z    the sums of the rows
 
-and a differential arm has the difference of two such maps, A = A_1 - lambda A_2, with a learned lambda.
+and a differential arm has the difference of two such maps, A = A_1 - lambda A_2, with a learned
+lambda.
 
 Each attention is written three times. A test holds the three forms together.
 
-    the map     A itself, O(T^2), a few lines that read like the equation: to look at, and to test with
-    the fast    A V without A: fused kernels for softmax, chunks of tokens for linear. To train with
+    the map     A itself, O(T^2), a few lines that read like the equation: to look at, and to test
+    the fast    A V without A: fused kernels for softmax, chunks of tokens for linear. To train
     the step    one token at a time from a state: the keys and values of all tokens so far for
-                softmax, one matrix of fixed size for linear. To sample with
+                softmax, one matrix of fixed size for linear. To sample
 
 The letters in the comments on shapes:
 
-    B batch, T time (tokens), C channels (n_embd), H heads of the queries and keys (n_head), d = C/H
+    B batch, T time (tokens), C channels (n_embd), H heads of queries and keys (n_head), d = C/H
+    h heads of values, d_v their size
 
-In the differential arms the heads 2n and 2n+1 are the two branches of head n. They share one value of
-size 2d, so there are H/2 value heads. So a differential model has the projections of a softmax model
-with H heads: we halve the count of the heads, never their size d. In the other two arms each head has
-its own value, of size d.
+In the differential arms the heads 2n and 2n+1 of the queries and keys are the two branches of head
+n. They share one value of size 2d, so h = H/2 and d_v = 2d. In the other two arms h = H and d_v = d.
+So a differential model has the projections of a softmax model with H heads: we halve the count of
+the heads, never their size d.
 """
 import hashlib
 import math
 import os
 import zipfile
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -55,8 +58,8 @@ class GPTConfig:
     """All that describes a model. Raises ValueError for one that can't be built."""
 
     attn: str = "softmax"  # a name in ATTENTION
-    # tokens of a training sequence, the room in softmax's cache, and half the longest span of decay:
-    # with decay, another block_size is another function
+    # the tokens of a training sequence, the room in softmax's cache, and half the longest span of
+    # decay: with decay, another block_size is another function
     block_size: int = 1024
     vocab_size: int = 50257
     n_layer: int = 12
@@ -77,9 +80,10 @@ class GPTConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.n_head % ATTENTION[self.attn].branches != 0:
-            raise ValueError(f"n_head must be even for {self.attn}, not {self.n_head}: heads are paired")
-        if self.n_embd % (2 * self.n_head) != 0:  # the rotary embedding turns pairs of channels
-            raise ValueError(f"n_embd={self.n_embd} must be a multiple of 2 n_head={2 * self.n_head}")
+            raise ValueError(f"n_head must be even for {self.attn}, not {self.n_head}")
+        # a head needs an even size: the rotary embedding turns pairs of channels
+        if self.n_embd % (2 * self.n_head) != 0:
+            raise ValueError(f"n_embd must be a multiple of {2 * self.n_head}, not {self.n_embd}")
 
 
 def wide_dtype(x):
@@ -93,7 +97,7 @@ def upcast(x):
 
 
 class Rope(NamedTuple):
-    """The positions of the tokens, (T,) int64, and the cosines and sines of their angles, (T, d/2) each."""
+    """The positions of tokens, (T,) int64, and the cosines and sines of their angles, (T, d/2)."""
 
     position: torch.Tensor
     cos: torch.Tensor
@@ -101,15 +105,15 @@ class Rope(NamedTuple):
 
 
 def rotary_table(position, config, dtype):
-    """The Rope of positions m: angles m theta^(-2i/d) (RoFormer, arXiv 2104.09864, Section 3.2.2)."""
+    """The Rope of positions m: the angles are m theta^(-2i/d) (RoFormer, arXiv 2104.09864)."""
     d = config.n_embd // config.n_head
-    # in float64, so that position 10 million is turned as exactly as position 10. Apple's GPUs have
-    # no float64, so there we compute on the CPU (untested: we have no Mac)
+    # in float64, so that position 10 million is turned as exactly as position 10. Apple's GPUs
+    # have no float64, so for them we compute on the CPU (untested: we have no Mac)
     device = "cpu" if position.device.type == "mps" else position.device
     i = torch.arange(d // 2, device=device, dtype=torch.float64)
     frequency = config.rope_theta ** (-2 * i / d) if config.rope_theta else torch.zeros_like(i)
     angle = position.to(device)[:, None] * frequency  # (T, d/2)
-    # stack makes one table of them, else torch.compile would compute cosines anew wherever they are used
+    # stacked, so that they are one table: else torch.compile computes a cosine wherever it is used
     table = torch.stack((angle.cos(), angle.sin())).to(dtype).to(position.device)
     cos, sin = table.unbind()
     return Rope(position, cos, sin)
@@ -132,17 +136,17 @@ def distances(T, device):
 def log_mask(rate, distance):
     """log D: -rate * distance for the past, -inf for the future (distance < 0).
 
-    rate is -log gamma of each head, (H, 1, 1), and distance (rows, columns). Returns (H, rows, columns).
-    The exponents are never above 0, so that no power of gamma overflows.
+    rate is -log gamma of each head, (H, 1, 1), and distance is (rows, columns). Returns (H, rows,
+    columns). It is never above 0, so that no power of gamma overflows.
     """
     return (-rate * distance).masked_fill(distance < 0, -math.inf)
 
 
 class Attention(nn.Module):
-    """What the four attentions share: projections, lambda, the difference, the norm. See Softmax and Linear.
+    """What the four attentions share: projections, lambda, the difference, the norm.
 
-    layer(x) maps (B, T, C) to (B, T, C), and layer.map(x) is its map, (B, value heads, T, T). Look at
-    maps in float32: bf16 rounds large scores. The parameters have the names of Microsoft's release.
+    layer(x) takes (B, T, C) to (B, T, C), and layer.map(x) is its map, (B, h, T, T). Look at maps
+    in float32: bf16 rounds large scores. The parameters have the names of Microsoft's release.
     """
 
     branches = 1  # maps per head
@@ -156,7 +160,8 @@ class Attention(nn.Module):
         self.head_dim = C // config.n_head
         self.flash = config.flash
         self.kernel = "sdpa"  # what computes softmax's fast form, see pick_kernel
-        self.score_hook = None  # a function that looks at the map's scores (B, H, T, T) or replaces them
+        # a function of the scores, (B, H, T, T). The map form uses what it returns in their place
+        self.score_hook = None
 
         self.q_proj = nn.Linear(C, C, bias=False)
         self.k_proj = nn.Linear(C, C, bias=False)
@@ -167,7 +172,8 @@ class Attention(nn.Module):
         self.subln = None
         self.subln_scale = 1.0
         if config.subln or (config.subln is None and self.branches == 2):
-            self.subln = nn.RMSNorm(C // self.n_value_head, eps=NORM_EPS)  # one weight for all heads
+            # one weight for all heads
+            self.subln = nn.RMSNorm(C // self.n_value_head, eps=NORM_EPS)
             self.subln.weight.init_value = config.subln_init
         if self.branches == 2:
             self.make_lambda(depth)
@@ -191,17 +197,17 @@ class Attention(nn.Module):
         return torch.exp(dot_1) - torch.exp(dot_2) + self.lambda_init
 
     def subtract(self, y, lam):
-        """Branch 1 minus lambda times branch 2, of maps or of outputs: (B, H, ...) to (B, H/2, ...)."""
+        """Branch 1 minus lambda times branch 2, of maps or outputs: (B, H, ...) to (B, h, ...)."""
         if self.branches == 1:
             return y
         y = upcast(y)  # a difference of two nearly equal numbers
         return y[:, 0::2] - lam * y[:, 1::2]
 
     def decay_rate(self, device, dtype):
-        """-log gamma = 1/span of each head of the queries, (H, 1, 1). 0 without decay: nothing is forgotten.
+        """-log gamma = 1/span of each head of the queries, (H, 1, 1). 0 without decay.
 
-        The spans of the value heads are evenly spaced in log, from 4 tokens to two blocks. A single head
-        gets the middle of that range. The two branches of a head forget alike, else fold_q would be wrong.
+        The spans of the h heads are evenly spaced in log, from 4 tokens to two blocks. A single
+        head gets the middle of that range. Both branches of a head forget alike: fold_q needs that.
         """
         if not self.config.decay:
             return torch.zeros(self.n_head, 1, 1, device=device, dtype=dtype)
@@ -217,22 +223,22 @@ class Attention(nn.Module):
         B, T, C = x.shape
         q = self.q_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H, T, d)
         k = self.k_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H, T, d)
-        v = self.v_proj(x).view(B, T, self.n_value_head, -1).transpose(1, 2)  # (B, H/branches, T, .)
+        v = self.v_proj(x).view(B, T, self.n_value_head, -1).transpose(1, 2)  # (B, h, T, d_v)
         lam = self.lambda_full() if self.branches == 2 else None
         return q, k, v, lam
 
     def forward(self, x, rope=None, state=None):
-        """(B, T, C) to (B, T, C). An empty state is filled from x. A filled one takes one more token."""
+        """(B, T, C) to (B, T, C). An empty state is filled from x, a filled one takes one token."""
         B, T, C = x.shape
         rope = rope or self.rope(x)
         q, k, v, lam = self.project(x)
         if state:
-            y = self.step(q, k, v, lam, rope, state)  # (B, H/branches, 1, branches d)
+            y = self.step(q, k, v, lam, rope, state)  # (B, h, 1, d_v)
         else:
             if state is not None:
                 self.fill(k, v, lam, rope, state)
             if self.flash:
-                y = self.fast(q, k, v, lam, rope)  # (B, H/branches, T, branches d)
+                y = self.fast(q, k, v, lam, rope)  # (B, h, T, d_v)
             else:
                 y = self.attention_map(q, k, lam, rope).to(v.dtype) @ v
         if self.subln is not None:
@@ -241,7 +247,7 @@ class Attention(nn.Module):
         return self.out_proj(y.to(v.dtype))
 
     def map(self, x):
-        """The map of x (B, T, C), (B, H/branches, T, T), to look at."""
+        """The map of x (B, T, C), (B, h, T, T), to look at."""
         q, k, _, lam = self.project(x)
         return self.attention_map(q, k, lam, self.rope(x))
 
@@ -269,16 +275,17 @@ class Softmax(Attention):
         rate = self.decay_rate(q.device, wide_dtype(q)) if self.config.decay else None
         q = rotate(q, rope)
         k = rotate(k, rope)
-        y = softmax_attention(q, k, v, rate, self.kernel)  # (B, H, T, branches d)
+        y = softmax_attention(q, k, v, rate, self.kernel)  # (B, H, T, d_v)
         return self.subtract(y, lam)
 
     def fill(self, k, v, lam, rope, state):
         """The cache, with room for block_size tokens, so that every step has the same shapes."""
         room = self.config.block_size - k.shape[2]
         if room < 0:
-            raise ValueError(f"{k.shape[2]} tokens don't fit into a cache of {self.config.block_size}")
+            block_size = self.config.block_size
+            raise ValueError(f"{k.shape[2]} tokens don't fit into a cache of {block_size}")
         state["k"] = F.pad(rotate(k, rope), (0, 0, 0, room))  # (B, H, block_size, d)
-        state["v"] = F.pad(v, (0, 0, 0, room))  # (B, H/branches, block_size, branches d)
+        state["v"] = F.pad(v, (0, 0, 0, room))  # (B, h, block_size, d_v)
 
     def step(self, q, k, v, lam, rope, state):
         """The last row of each map over the whole cache: log D hides what is not filled yet."""
@@ -290,14 +297,15 @@ class Softmax(Attention):
         distance = rope.position[:, None] - torch.arange(self.config.block_size, device=q.device)
         log_D = log_mask(self.decay_rate(q.device, scores.dtype), distance)
         A = F.softmax(scores + log_D, dim=-1)  # (B, H, 1, block_size)
-        # the branches of a head read the same values: put them side by side, as two rows, and not copy V
-        A = A.unflatten(1, (self.n_value_head, -1)).squeeze(3)  # (B, H/branches, branches, block_size)
-        y = A.to(v.dtype) @ state["v"]  # (B, H/branches, branches, branches d)
-        return self.subtract(y.flatten(1, 2)[:, :, None], lam)
+        # both branches of a head read the same values. As two rows of one product they need no copy
+        A = A.unflatten(1, (self.n_value_head, -1)).squeeze(3)  # (B, h, branches, block_size)
+        y = A.to(v.dtype) @ state["v"]  # (B, h, branches, d_v)
+        y = y.flatten(1, 2)[:, :, None]  # (B, H, 1, d_v)
+        return self.subtract(y, lam)
 
 
 class Diff(Softmax):
-    """A = softmax(Q_1 K_1^T / sqrt(d)) - lambda softmax(Q_2 K_2^T / sqrt(d))   (Eq. 1 of the paper)"""
+    """A = softmax(Q_1 K_1^T / sqrt(d)) - lambda softmax(Q_2 K_2^T / sqrt(d))   (Eq. 1)"""
 
     branches = 2
 
@@ -319,11 +327,11 @@ def to_chunks(x):
 def chunkwise(q, k, v, rate):
     """y_i = sum over j <= i of gamma^(i - j) (q_i . k_j) v_j, without the T x T map.
 
-    A query reads its own chunk of tokens through a small map. It reads all earlier chunks through one
-    matrix that stands for them, the state S = sum over j of gamma^age k_j v_j^T.
+    A query reads its own chunk of tokens through a small map. It reads all earlier chunks through
+    one matrix that stands for them, the state S = sum over j of gamma^age k_j v_j^T.
 
-    q, k (B, H, T, f), v (B, H, T, d_v), rate = -log gamma (H, 1, 1). Returns (B, H, T, d_v).
-    The cost is O(T), and a product of (T/CHUNK)^2 numbers with the states, which is small.
+    q, k (B, H, T, f), v (B, H, T, d_v), rate = -log gamma (H, 1, 1). Returns (B, H, T, d_v). Any
+    count of heads and features will do. It costs O(T), and a little that grows with (T/CHUNK)^2.
     """
     T = v.shape[2]
     dtype = v.dtype
@@ -331,7 +339,7 @@ def chunkwise(q, k, v, rate):
     k = to_chunks(k.to(dtype))
     v = to_chunks(v)
     N = v.shape[2]
-    i = torch.arange(CHUNK, device=v.device)[:, None]  # the place of a token in its chunk, (CHUNK, 1)
+    i = torch.arange(CHUNK, device=v.device)[:, None]  # (CHUNK, 1), a token's place in its chunk
 
     # 1. its own chunk: the masked map of CHUNK x CHUNK tokens
     D = log_mask(rate, distances(CHUNK, v.device)).exp()[:, None].to(dtype)  # (H, 1, CHUNK, CHUNK)
@@ -341,8 +349,8 @@ def chunkwise(q, k, v, rate):
     fade_to_end = torch.exp(-rate * (CHUNK - 1 - i))[:, None].to(dtype)  # (H, 1, CHUNK, 1)
     of_chunk = (k * fade_to_end).mT @ v  # (B, H, N, f, d_v)
 
-    # 3. the state before each chunk: the sum of all earlier ones, faded by the whole chunks in between.
-    #    A lower triangular matrix sums them in one product, accumulated in float32, without a loop over T
+    # 3. the state before each chunk: the sum of all earlier ones, faded by the whole chunks in
+    #    between. A lower triangular matrix sums them in one product, with no loop over the chunks
     chunks_between = distances(N, v.device) - 1  # below 0 for the chunk itself: it is not earlier
     carry = log_mask(CHUNK * rate, chunks_between).exp().to(dtype)  # (H, N, N)
     before = (carry @ of_chunk.flatten(3)).view_as(of_chunk)
@@ -355,10 +363,10 @@ def chunkwise(q, k, v, rate):
 
 
 class Linear(Attention):
-    """A_ij = (R_i phi(q_i)) . (R_j phi(k_j)) D_ij / z_i,   z_i = sum over j <= i of phi(q_i) . phi(k_j) D_ij
+    """A_ij = (R_i phi(q_i)) . (R_j phi(k_j)) D_ij / z_i, z_i = sum over j of phi(q_i) . phi(k_j) D_ij
 
-    R is the rotation. Only the numerator is rotated (RoFormer, Section 3.3), so that z is above 0. So
-    entries of a map may be negative, and a row need not sum to 1.
+    R is the rotation. Only the numerator is rotated, so that z stays above 0 (RoFormer, Section
+    3.3). So entries of a map may be negative, and a row need not sum to 1.
     """
 
     def scores(self, q, k, rope):
@@ -377,25 +385,25 @@ class Linear(Attention):
     def fold_q(self, q, lam):
         """The queries [q_1, -lambda q_2] of one linear attention that stands for both branches.
 
-        With the keys of fold_k its weights are q_1 . k_1 - lambda q_2 . k_2. So the difference of two
-        linear maps is one linear attention, whose features are signed and twice as many.
+        With the keys of fold_k its weights are q_1 . k_1 - lambda q_2 . k_2. So the difference of
+        two linear maps is one linear attention, whose features are signed and twice as many.
         """
         if self.branches == 1:
             return q
-        return torch.cat((q[:, 0::2], -lam * q[:, 1::2]), dim=-1)  # (B, H/2, T, 2d)
+        return torch.cat((q[:, 0::2], -lam * q[:, 1::2]), dim=-1)  # (B, h, T, 2d)
 
     def fold_k(self, k):
         """The keys [k_1, k_2], see fold_q."""
         if self.branches == 1:
             return k
-        return torch.cat((k[:, 0::2], k[:, 1::2]), dim=-1)  # (B, H/2, T, 2d)
+        return torch.cat((k[:, 0::2], k[:, 1::2]), dim=-1)  # (B, h, T, 2d)
 
     def fast(self, q, k, v, lam, rope):
         """1/z belongs to the row i, so it moves into the query: A_ij = (q_i/z_i) . k_j D_ij."""
         q = phi(q)
         k = phi(k)
         rate = self.decay_rate(q.device, wide_dtype(q))
-        # with queries and keys of 1 and k in the place of v, chunkwise gives the decayed running sum of k
+        # the decayed running sum of k: chunkwise with all queries and keys 1, and k for the values
         one = q.new_ones(1, 1, q.shape[2], 1)
         key_sum = chunkwise(one, one, k, rate)  # (B, H, T, d)
         z = (upcast(q) * key_sum).sum(-1, keepdim=True) + ROW_SUM_EPS  # (B, H, T, 1)
@@ -412,12 +420,15 @@ class Linear(Attention):
         age = torch.arange(k.shape[2] - 1, -1, -1, device=k.device)  # of the last token 0
         fade = torch.exp(-self.decay_rate(k.device, k.dtype) * age[:, None])  # (H, T, 1)
         with torch.autocast(k.device.type, enabled=False):
-            folded = self.fold_k(rotate(k, rope) * fade)  # (B, H/branches, T, branches d)
-            state["S"] = folded.mT @ upcast(v)  # (B, H/branches, branches d, branches d)
+            folded = self.fold_k(rotate(k, rope) * fade)  # (B, h, T, d_v)
+            state["S"] = folded.mT @ upcast(v)  # (B, h, d_v, d_v)
             state["Z"] = (k * fade).sum(2, keepdim=True)  # (B, H, 1, d)
 
     def step(self, q, k, v, lam, rope, state):
-        """A recurrent net: Z <- gamma Z + phi(k), S <- gamma S + k v^T, y = q S (2006.16236, Eq. 18-20)."""
+        """A recurrent net (2006.16236, Eq. 18 to 20).
+
+        Z <- gamma Z + phi(k), S <- gamma S + k v^T, y = q S
+        """
         q = phi(q)
         k = phi(k)
         gamma = torch.exp(-self.decay_rate(q.device, wide_dtype(q)))
@@ -431,7 +442,7 @@ class Linear(Attention):
 
 
 class DiffLinear(Linear):
-    """A = A_1 - lambda A_2 of two linear maps: one linear attention with signed features, see fold_q."""
+    """A = A_1 - lambda A_2 of linear maps: one linear attention with signed features, see fold_q."""
 
     branches = 2
 
@@ -496,7 +507,7 @@ class GPT(nn.Module):
         self.config = config
         self.extra = {}  # what GPT.load found beside the model
         with torch.device("meta"):  # shapes without numbers
-            padded_vocab = math.ceil(config.vocab_size / 64) * 64  # GPUs like matrices of multiples of 64
+            padded_vocab = math.ceil(config.vocab_size / 64) * 64  # GPUs like multiples of 64
             self.wte = nn.Embedding(padded_vocab, config.n_embd)
             self.blocks = nn.ModuleList(Block(config, depth) for depth in range(config.n_layer))
             self.norm = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
@@ -511,7 +522,7 @@ class GPT(nn.Module):
         return rotary_table(position, self.config, wide_dtype(weight))
 
     def logits(self, x):
-        """(B, T, C) to (B, T, vocab_size). The embedding is also the output layer (tied weights)."""
+        """(B, T, C) to (B, T, vocab_size). The output layer is the embedding (tied weights)."""
         logits = F.linear(self.norm(x), self.wte.weight)
         return logits[..., : self.config.vocab_size]
 
@@ -531,10 +542,10 @@ class GPT(nn.Module):
         return logits.detach(), loss
 
     def prefill(self, idx):
-        """Read a prompt (B, T): its last logits, (B, 1, vocab_size), and the state from which `step` goes on.
+        """Read a prompt (B, T): its last logits, (B, 1, vocab_size), and the state for `step`.
 
-        The state holds "length", the count of tokens so far, and "layers", a dict of tensors for each layer.
-        Softmax arms raise ValueError for more than block_size tokens.
+        The state holds "length", the tokens so far, and "layers", a dict of tensors for each layer.
+        The softmax arms raise ValueError for more than block_size tokens.
         """
         state = {"length": torch.tensor([idx.shape[1]], device=idx.device), "layers": []}
         x = self.wte(idx)
@@ -551,7 +562,10 @@ class GPT(nn.Module):
         return self.logits(x[:, -1:]), state
 
     def step(self, idx, state):
-        """One more token, idx (B, 1): the logits after it, (B, 1, vocab_size). The state moves on in place."""
+        """Read one more token, idx (B, 1): the logits after it, (B, 1, vocab_size).
+
+        The state moves on in place.
+        """
         x = self.wte(idx)
         rope = self.rope(1, start=state["length"])
         for block, layer_state in zip(self.blocks, state["layers"]):
@@ -560,12 +574,19 @@ class GPT(nn.Module):
         return self.logits(x)
 
     def generate(
-        self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, step=None
+        self,
+        idx,
+        max_new_tokens,
+        temperature=1.0,
+        top_k=None,
+        top_p=None,
+        generator=None,
+        step=None,
     ):
         """Yields max_new_tokens times the next token of each row of idx (B, T), (B,) int64.
 
-        temperature: 0 takes the likeliest token. top_k keeps so many of the likeliest, top_p the fewest
-        that together reach this probability. step: a compiled self.step, to use in its place.
+        temperature: 0 takes the likeliest token. top_k keeps so many of the likeliest, top_p the
+        fewest that together reach this probability. step: a compiled self.step, to use instead.
         """
         if not temperature >= 0:
             raise ValueError(f"temperature must be 0 or more, not {temperature}")
@@ -573,7 +594,9 @@ class GPT(nn.Module):
             raise ValueError(f"top_k must be 1 or more, not {top_k}")
         if top_p is not None and not 0 < top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, not {top_p}")
-        choose = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "generator": generator}
+        choose = partial(
+            next_token, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
+        )
         return self._generate(idx, max_new_tokens, choose, step or self.step)
 
     @torch.inference_mode()
@@ -584,23 +607,23 @@ class GPT(nn.Module):
         state = None
         for _ in range(max_new_tokens):
             if has_cache and context.shape[1] > block_size:
-                # the cache is full. We read the newer half again: just dropping the oldest keys would not
-                # do, since what deeper layers keep was computed from the tokens that we drop
+                # the cache is full, so we read the newer half again. To drop the oldest keys would not
+                # be enough: what deeper layers keep was computed from the tokens that we drop
                 context = context[:, -max(1, block_size // 2) :]
                 state = None
             if state is None:
                 logits, state = self.prefill(context)
             else:
                 logits = step(token, state)
-            token = next_token(logits[:, -1], **choose)
+            token = choose(logits[:, -1])
             if has_cache:
                 context = torch.cat((context, token), dim=1)
             yield token[:, 0]
 
     def save(self, path, **extra):
-        """Write the model and extra (tensors and plain values). The file at path is whole at any moment.
+        """Write the model and extra (tensors and plain values) to path. Raises OSError if it can't.
 
-        Raises OSError if it can't be written.
+        Whenever we are killed, the file at path is whole: the old one or the new one.
         """
         content = {"config": asdict(self.config), "model": self.state_dict(), **extra}
         try:
@@ -618,8 +641,8 @@ class GPT(nn.Module):
     def load(cls, path, device="cpu"):
         """The model that save() wrote, on device. What else was saved is in its .extra.
 
-        Runs no code from the file. Raises OSError for a file that can't be read, and ValueError for one that
-        is damaged, or not ours, or holds a model that we don't know.
+        Runs no code from the file. Raises OSError for a file that can't be read, and ValueError for
+        one that is damaged, or not ours, or holds a model that we don't know.
         """
         os.stat(path)  # a missing file is an OSError
         try:
@@ -629,7 +652,8 @@ class GPT(nn.Module):
             config = dict(extra.pop("config"))
             weights = extra.pop("model")
         except Exception as e:  # of a dozen classes, it depends on which byte is wrong
-            raise ValueError(f"{path} is damaged, or no checkpoint of this project: {e!r:.120}") from None
+            reason = f"{path} is damaged, or no checkpoint of this project: {e!r:.120}"
+            raise ValueError(reason) from None
         unknown = config.keys() - asdict(GPTConfig()).keys()
         if unknown:
             names = ", ".join(sorted(unknown))
@@ -638,7 +662,7 @@ class GPT(nn.Module):
             model = cls(GPTConfig(**config), seed=None)
             model.load_state_dict(weights, assign=True)
         except ValueError as e:
-            raise ValueError(f"{path} holds a model that this model.py does not know: {e}") from None
+            raise ValueError(f"{path} holds a model unknown to this model.py: {e}") from None
         except RuntimeError as e:
             reason = " ".join(str(e).split())
             raise ValueError(f"{path}: the weights don't fit the model: {reason:.120}") from None
@@ -651,11 +675,12 @@ class GPT(nn.Module):
 def draw_parameter(name, p, seed):
     """The first value of a parameter: N(0, std) for matrices, a constant for the weights of norms.
 
-    Each parameter has a generator of its own, seeded by the seed and its name. So what two arms have in
-    common starts with the same bits, and they can be compared pair by pair.
+    Each parameter has a generator of its own, seeded by the seed and its name. So what two arms
+    have in common starts with the same bits, whatever else they have.
 
-    A matrix starts with init_std of its inputs, unless it carries an init_std of its own: out_proj and
-    down_proj are smaller, the lambda vectors have 0.1. A norm starts at 1, or at its init_value.
+    A matrix starts with init_std of its inputs, unless it carries an init_std of its own: out_proj
+    and down_proj are smaller, and the lambda vectors have 0.1. A norm starts at 1, or at the
+    init_value that its weight carries.
     """
     if p.ndim == 1 and not hasattr(p, "init_std"):
         return torch.full(p.shape, getattr(p, "init_value", 1.0))
@@ -683,8 +708,8 @@ def next_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     return tokens.gather(-1, torch.multinomial(probs, 1, generator=generator))
 
 
-# The kernels behind softmax's fast form: the backends of PyTorch's scaled_dot_product_attention that each
-# may use. Its math backend is in none of them: it holds the whole map and is slow, without a word.
+# The kernels behind softmax's fast form: the backends of PyTorch's scaled_dot_product_attention
+# that each may use. Its math backend is in none of them: it holds the whole map, slow in silence.
 KERNELS = {
     "sdpa": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
     "cudnn": [SDPBackend.CUDNN_ATTENTION],
@@ -696,9 +721,9 @@ KERNELS = {
 def softmax_attention(q, k, v, rate, kernel):
     """softmax(q k^T / sqrt(d) + log D) v, (B, H, T, d_v).
 
-    q, k (B, H, T, d), v (B, H/branches, T, d_v). rate is -log gamma, (H, 1, 1), or None without decay.
-    With decay all kernels but flash_attn get log D as a matrix of H T^2 numbers: for 12 heads in bf16 it
-    takes 25 MB at T = 1,024 and 6.4 GB at T = 16,384, and PyTorch's flash kernel does not take it on CUDA.
+    q, k (B, H, T, d), v (B, h, T, d_v). rate is -log gamma, (H, 1, 1), or None without decay. With
+    decay all kernels but flash_attn read log D from a matrix of H T^2 numbers: for 12 heads in bf16
+    25 MB at T = 1,024 and 6.4 GB at T = 16,384. On CUDA PyTorch's flash kernel does not take it.
     """
     T, d = q.shape[2:]
     d_v = v.shape[-1]
@@ -722,7 +747,7 @@ def softmax_attention(q, k, v, rate, kernel):
 
 
 def flash_attention(q, k, v, rate):
-    """The same by the package flash-attn-4 or, where it is missing, flash-attn 2. Not yet run on a GPU."""
+    """The same by flash-attn-4 or, where it is missing, flash-attn 2. Not yet run on a GPU."""
     v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, T, H, d)
     scale = q.shape[-1] ** -0.5
@@ -743,23 +768,23 @@ def flash_attention(q, k, v, rate):
 
 
 def pick_kernel(model, name="auto", dtype=torch.float32):
-    """Put one of KERNELS behind the softmax arms' fast form. Returns its name, and why a faster one can't be had.
+    """Put one of KERNELS behind the softmax arms' fast form.
 
-    Each kernel is tried on random tokens of this dtype and must give what the map gives, gradients too. "auto"
-    takes the first that does; a name takes that one. Returns None and "" for a model that uses no kernel.
-    Raises ValueError, with the reasons, if none can be had.
+    Each is tried on random tokens and must give what the map gives, gradients too. "auto" takes the
+    first that does, a name takes that one. Returns its name, and why a faster one can't be had.
+    Returns None and "" for a model that uses no kernel. Raises ValueError if none can be had.
     """
     layers = [block.attn for block in model.blocks]
     device = model.wte.weight.device
     if not isinstance(layers[0], Softmax) or not layers[0].flash:
         if name != "auto":
-            raise ValueError(f"kernel {name} would not be used: only softmax's fast form has kernels")
+            raise ValueError(f"kernel {name} would not be used: only softmax's fast form has one")
         return None, ""
     names = ["sdpa", "efficient"]  # from the fastest
     if device.type == "cuda" and dtype == torch.float32:
         names = ["efficient", "sdpa"]  # flash kernels want bf16
     elif device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
-        names = ["cudnn", *names]  # faster on Hopper alone. flash is as fast or faster on other cards
+        names = ["cudnn", *names]  # the faster one on Hopper, not on other cards
     reasons = []
     for kernel in names if name == "auto" else [name]:
         for layer in layers:
@@ -774,7 +799,7 @@ def pick_kernel(model, name="auto", dtype=torch.float32):
 
 
 def kernel_error(layer, device, dtype):
-    """The relative error of a layer's fast form, by its map: of the output or of a gradient, the larger one."""
+    """How far a layer's fast form is from its map, relatively: the output or the worst gradient."""
     T = 130  # 64 does not divide it
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(1, T, layer.config.n_embd, generator=generator, device=device)
@@ -802,14 +827,14 @@ def open_device(name):
 
 
 def round_to_bf16(model):
-    """Cast the weights to bf16, to sample. The lambdas stay: rounded ones would be off by up to 0.4 %."""
+    """Cast the weights to bf16, to sample. Not the lambdas: rounded they are off by up to 0.4 %."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding, nn.RMSNorm)):
             module.bfloat16()
 
 
 def demo():
-    """For each arm how near its three forms are, in float64, and the first head's map of four tokens."""
+    """For each arm: how near its three forms are in float64, and the first head's map of 4 tokens."""
     for attn in ATTENTION:
         config = GPTConfig(attn=attn, n_layer=1, n_head=4, n_embd=64)
         model = GPT(config).double()
