@@ -1,46 +1,49 @@
 """
-Four attentions in one GPT.
+Four kinds of attention ("arms") in one GPT.
 
                 one map     the difference of two maps
-    softmax     softmax     diff            (Differential Transformer, 2410.05258: "the paper")
-    linear      linear      diff_linear     (linear: Transformers are RNNs, 2006.16236)
+    softmax     softmax     diff            (Differential Transformer, arXiv 2410.05258)
+    linear      linear      diff_linear     (linear: Transformers are RNNs, arXiv 2006.16236)
+
+"The paper" and its equations are Differential Transformer and the equations there.
 
 Attention multiplies the values V by a causal T x T matrix A, which we call the map: row i says how
-much token i takes from each token j <= i. Every map here is made in the same way,
+much token i takes from each token j <= i. Every map is made of weights w, a mask D and row sums z:
 
     A_ij = w_ij D_ij / z_i          z_i = sum over j of w_ij D_ij
 
-    w    the weights: exp(q_i . k_j / sqrt(d)) for softmax, phi(q_i) . phi(k_j) for linear attention
-    D    the mask: 1 for j <= i, and 0 for the future. With `decay` it is gamma^(i - j) for j <= i,
-         so that a head forgets
-    z    the sums of the rows
+    w    exp(q_i . k_j / sqrt(d)) for softmax, phi(q_i) . phi(k_j) for linear attention
+    D    1 for j <= i, and 0 for the future. With `decay` it is gamma^(i - j) for j <= i, so that a
+         head forgets
 
-and a differential arm has the difference of two such maps, A = A_1 - lambda A_2, with a learned
-lambda.
+The rotary embedding turns q and k first. In linear attention it turns them in the weights only, and
+not in the sums z: see Linear. A differential arm has the difference of two maps with a learned
+lambda, A = A_1 - lambda A_2.
 
-Each attention is written three times. A test holds the three forms together.
+Each kind of attention is written three times. A test checks that the three forms agree.
 
-    the map     A itself, O(T^2), a few lines that read like the equation: to look at, and to test
-    the fast    A V without A: fused kernels for softmax, chunks of tokens for linear. To train
-    the step    one token at a time from a state: the keys and values of all tokens so far for
-                softmax, one matrix of fixed size for linear. To sample
+    the map form     computes A itself, O(T^2), in a few lines that read like the equation. It is
+                     for looking at A, and for tests
+    the fast form    computes A V without A: softmax in fused kernels, linear attention in chunks
+                     of tokens. It is for training
+    the step form    takes one token at a time, with a state: softmax keeps the keys and values of
+                     all tokens so far, linear attention a matrix of fixed size. It is for sampling
 
-The letters in the comments on shapes:
+Letters in the comments on shapes:
 
-    B batch, T time (tokens), C channels (n_embd), H heads of queries and keys (n_head), d = C/H
-    h heads of values, d_v their size
+    B batch, T time (tokens), C channels (n_embd)
+    H heads of queries and keys (n_head), d = C/H channels each
+    h heads of values, d_v channels each
 
-In the differential arms the heads 2n and 2n+1 of the queries and keys are the two branches of head
-n. They share one value of size 2d, so h = H/2 and d_v = 2d. In the other two arms h = H and d_v = d.
-So a differential model has the projections of a softmax model with H heads: we halve the count of
-the heads, never their size d.
+With one map, h = H and d_v = d. With two, the query heads 2n and 2n+1 are the two branches of value
+head n, so h = H/2 and d_v = 2d. The projections are those of a softmax model with H heads either
+way: a differential model has half as many heads of values, and its queries and keys keep their d.
 """
 import hashlib
 import math
 import os
 import zipfile
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -55,23 +58,23 @@ CHUNK = 64  # tokens in a chunk of linear attention's fast form
 
 @dataclass
 class GPTConfig:
-    """All that describes a model. Raises ValueError for one that can't be built."""
+    """The settings of a model. Raises ValueError for a model that can't be built."""
 
     attn: str = "softmax"  # a name in ATTENTION
-    # the tokens of a training sequence, the room in softmax's cache, and half the longest span of
-    # decay: with decay, another block_size is another function
+    # the tokens of a training sequence. It is also the room in softmax's cache, and it sets the
+    # spans of decay: with decay, a model with another block_size computes another function
     block_size: int = 1024
     vocab_size: int = 50257
     n_layer: int = 12
-    n_head: int = 12  # of the softmax model. A differential model has half as many, twice as wide
+    n_head: int = 12  # heads of queries and keys. The differential arms have half as many of values
     n_embd: int = 768
     mlp_width: int | None = None  # None: 8/3 n_embd, rounded down to a multiple of 8
-    rope_theta: float = 10000.0  # base of the rotary embedding's angles. 0: no positions at all
-    flash: bool = True  # compute the fast form. False: the map
+    rope_theta: float = 10000.0  # base of the rotary embedding's angles. 0: no rotary embedding
+    flash: bool = True  # compute attention in the fast form. False: in the map form
     decay: bool = False  # heads forget, see Attention.decay_rate
-    subln: bool | None = None  # RMSNorm on each head's output. None: in the differential arms only
-    subln_init: float = 1.0  # where the weight of that norm starts
-    lambda_init: float | None = None  # of the differential arms. None: the paper's formula
+    subln: bool | None = None  # an RMSNorm on each head's output. None: only in differential arms
+    subln_init: float = 1.0  # the initial weight of that norm
+    lambda_init: float | None = None  # for the differential arms. None: the paper's formula
 
     def __post_init__(self):
         if self.attn not in ATTENTION:
@@ -87,12 +90,12 @@ class GPTConfig:
 
 
 def wide_dtype(x):
-    """float32 for bf16 and fp16, else x's own dtype."""
+    """float32 for bf16 and fp16. Else x's own dtype, so that float64 stays float64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def upcast(x):
-    """x in its wide dtype, for what bf16 would round away: sums, norms, differences."""
+    """x in its wide dtype, for sums, norms and differences that bf16 would round away."""
     return x.to(wide_dtype(x))
 
 
@@ -113,7 +116,8 @@ def rotary_table(position, config, dtype):
     i = torch.arange(d // 2, device=device, dtype=torch.float64)
     frequency = config.rope_theta ** (-2 * i / d) if config.rope_theta else torch.zeros_like(i)
     angle = position.to(device)[:, None] * frequency  # (T, d/2)
-    # stacked, so that they are one table: else torch.compile computes a cosine wherever it is used
+    # stacked they are one table in memory. Else torch.compile would put the cosines into every
+    # kernel that uses them, and compute them anew for each head: the step took 1.5 times as long
     table = torch.stack((angle.cos(), angle.sin())).to(dtype).to(position.device)
     cos, sin = table.unbind()
     return Rope(position, cos, sin)
@@ -137,19 +141,41 @@ def log_mask(rate, distance):
     """log D: -rate * distance for the past, -inf for the future (distance < 0).
 
     rate is -log gamma of each head, (H, 1, 1), and distance is (rows, columns). Returns (H, rows,
-    columns). It is never above 0, so that no power of gamma overflows.
+    columns). It is never above 0, so no power of gamma overflows.
     """
     return (-rate * distance).masked_fill(distance < 0, -math.inf)
 
 
-class Attention(nn.Module):
-    """What the four attentions share: projections, lambda, the difference, the norm.
+def linear_std(fan_in):
+    """The standard deviation with which PyTorch starts an nn.Linear.
 
-    layer(x) takes (B, T, C) to (B, T, C), and layer.map(x) is its map, (B, h, T, T). Look at maps
-    in float32: bf16 rounds large scores. The parameters have the names of Microsoft's release.
+    At 768 channels it is GPT-2's 0.02. At 128 channels 0.02 would be too small: the scores would
+    start near 0, and every map flat.
+    """
+    return 1 / math.sqrt(3 * fan_in)
+
+
+def residual_std(fan_in, config):
+    """A smaller one for the matrices that write to the residual stream, which adds up 2 n_layer."""
+    return linear_std(fan_in) / math.sqrt(2 * config.n_layer)
+
+
+def lambda_vector(d):
+    """One of the four vectors behind lambda."""
+    vector = nn.Parameter(torch.empty(d))
+    vector.init_std = 0.1
+    return vector
+
+
+class Attention(nn.Module):
+    """What the four kinds share: projections, lambda, the difference, the norm.
+
+    layer(x) takes (B, T, C) to (B, T, C), and layer.map(x) is its map, (B, h, T, T). The parameters
+    have the names of Microsoft's release. draw_parameter gives them their first values, by the
+    init_std or init_value that some of them carry.
     """
 
-    branches = 1  # maps per head
+    branches = 1  # maps per head of values
 
     def __init__(self, config, depth):
         super().__init__()
@@ -159,10 +185,12 @@ class Attention(nn.Module):
         self.n_value_head = config.n_head // self.branches
         self.head_dim = C // config.n_head
         self.flash = config.flash
-        self.kernel = "sdpa"  # what computes softmax's fast form, see pick_kernel
-        # a function of the scores, (B, H, T, T). The map form uses what it returns in their place
+        self.kernel = "sdpa"  # computes softmax's fast form, see pick_kernel
+        # for experiments, which may set it to a function of the scores (B, H, T, T): the map form
+        # then goes on with what that returns. The other two forms hold no scores to show
         self.score_hook = None
 
+        # the queries, keys and values of all heads, side by side, and the way out
         self.q_proj = nn.Linear(C, C, bias=False)
         self.k_proj = nn.Linear(C, C, bias=False)
         self.v_proj = nn.Linear(C, C, bias=False)
@@ -172,25 +200,25 @@ class Attention(nn.Module):
         self.subln = None
         self.subln_scale = 1.0
         if config.subln or (config.subln is None and self.branches == 2):
-            # one weight for all heads
+            # the heads share one weight
             self.subln = nn.RMSNorm(C // self.n_value_head, eps=NORM_EPS)
             self.subln.weight.init_value = config.subln_init
         if self.branches == 2:
             self.make_lambda(depth)
 
     def make_lambda(self, depth):
-        """The four vectors of Eq. 2. depth is the paper's l - 1: its layers are counted from 1."""
+        """The four vectors of Eq. 2. depth counts layers from 0, where the paper counts from 1."""
         self.lambda_init = self.config.lambda_init
         if self.lambda_init is None:
             self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)
-        self.subln_scale = 1 - self.lambda_init  # Eq. 3. Without the norm this factor goes, too
-        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
-            vector = nn.Parameter(torch.empty(self.head_dim))
-            vector.init_std = 0.1
-            setattr(self, name, vector)
+        self.subln_scale = 1 - self.lambda_init  # Eq. 3. It is used with the norm only
+        self.lambda_q1 = lambda_vector(self.head_dim)
+        self.lambda_k1 = lambda_vector(self.head_dim)
+        self.lambda_q2 = lambda_vector(self.head_dim)
+        self.lambda_k2 = lambda_vector(self.head_dim)
 
     def lambda_full(self):
-        """lambda of Eq. 2, one number for all heads of the layer."""
+        """lambda of Eq. 2, one number for all heads of the layer. It starts near lambda_init."""
         # (a * b).sum() and not a @ b: autocast would compute the dot product in bf16
         dot_1 = (upcast(self.lambda_q1) * upcast(self.lambda_k1)).sum()
         dot_2 = (upcast(self.lambda_q2) * upcast(self.lambda_k2)).sum()
@@ -204,10 +232,11 @@ class Attention(nn.Module):
         return y[:, 0::2] - lam * y[:, 1::2]
 
     def decay_rate(self, device, dtype):
-        """-log gamma = 1/span of each head of the queries, (H, 1, 1). 0 without decay.
+        """-log gamma = 1/span of each query head, (H, 1, 1). Without decay it is 0.
 
-        The spans of the h heads are evenly spaced in log, from 4 tokens to two blocks. A single
-        head gets the middle of that range. Both branches of a head forget alike: fold_q needs that.
+        After `span` tokens a weight has faded to 1/e. The spans of the h heads go from 4 tokens to
+        2 block_size, evenly in log. A single head gets the middle of that range. Both branches of a
+        head have the same span: fold_q needs one D for both.
         """
         if not self.config.decay:
             return torch.zeros(self.n_head, 1, 1, device=device, dtype=dtype)
@@ -228,31 +257,39 @@ class Attention(nn.Module):
         return q, k, v, lam
 
     def forward(self, x, rope=None, state=None):
-        """(B, T, C) to (B, T, C). An empty state is filled from x, a filled one takes one token."""
+        """(B, T, C) to (B, T, C).
+
+        rope: the table of the positions of x. Without one x starts at position 0.
+        state: None in training. An empty dict is filled from x, the prompt. A filled one stands for
+        the tokens so far, and x is the next token, at the position that rope has.
+        """
         B, T, C = x.shape
-        rope = rope or self.rope(x)
+        if rope is None:
+            rope = self.rope(x)
         q, k, v, lam = self.project(x)
-        if state:
+        has_past = bool(state)
+        if has_past:
             y = self.step(q, k, v, lam, rope, state)  # (B, h, 1, d_v)
+        elif self.flash:
+            y = self.fast(q, k, v, lam, rope)  # (B, h, T, d_v)
         else:
-            if state is not None:
-                self.fill(k, v, lam, rope, state)
-            if self.flash:
-                y = self.fast(q, k, v, lam, rope)  # (B, h, T, d_v)
-            else:
-                y = self.attention_map(q, k, lam, rope).to(v.dtype) @ v
+            y = self.attention_map(q, k, lam, rope).to(v.dtype) @ v  # (B, h, T, d_v)
+        if state is not None and not has_past:
+            self.fill(k, v, rope, state)
+
         if self.subln is not None:
             y = self.subln(y.type_as(self.subln.weight)) * self.subln_scale
-        y = y.transpose(1, 2).reshape(B, T, C)  # the heads side by side again
+        # put the outputs of the heads side by side again
+        y = y.transpose(1, 2).reshape(B, T, C)
         return self.out_proj(y.to(v.dtype))
 
     def map(self, x):
-        """The map of x (B, T, C), (B, h, T, T), to look at."""
+        """The map of x (B, T, C), (B, h, T, T). Best in float32: bf16 rounds large scores."""
         q, k, _, lam = self.project(x)
         return self.attention_map(q, k, lam, self.rope(x))
 
     def rope(self, x):
-        """The table for a layer that is called without its GPT."""
+        """The rotary table for a layer that is used without its GPT."""
         return rotary_table(torch.arange(x.shape[1], device=x.device), self.config, wide_dtype(x))
 
 
@@ -278,8 +315,8 @@ class Softmax(Attention):
         y = softmax_attention(q, k, v, rate, self.kernel)  # (B, H, T, d_v)
         return self.subtract(y, lam)
 
-    def fill(self, k, v, lam, rope, state):
-        """The cache, with room for block_size tokens, so that every step has the same shapes."""
+    def fill(self, k, v, rope, state):
+        """Begin the cache, with room for block_size tokens: so every step has the same shapes."""
         room = self.config.block_size - k.shape[2]
         if room < 0:
             block_size = self.config.block_size
@@ -288,8 +325,9 @@ class Softmax(Attention):
         state["v"] = F.pad(v, (0, 0, 0, room))  # (B, h, block_size, d_v)
 
     def step(self, q, k, v, lam, rope, state):
-        """The last row of each map over the whole cache: log D hides what is not filled yet."""
-        state["k"].index_copy_(2, rope.position, rotate(k, rope))  # fails when the cache is full
+        """The last row of each map, over the whole cache. log D hides the room not yet filled."""
+        # a position beyond the cache is an IndexError, on CUDA a failed assertion of the device
+        state["k"].index_copy_(2, rope.position, rotate(k, rope))
         state["v"].index_copy_(2, rope.position, v)
         # scores in float32, as the fused kernels have them
         with torch.autocast(q.device.type, enabled=False):
@@ -297,10 +335,11 @@ class Softmax(Attention):
         distance = rope.position[:, None] - torch.arange(self.config.block_size, device=q.device)
         log_D = log_mask(self.decay_rate(q.device, scores.dtype), distance)
         A = F.softmax(scores + log_D, dim=-1)  # (B, H, 1, block_size)
-        # both branches of a head read the same values. As two rows of one product they need no copy
-        A = A.unflatten(1, (self.n_value_head, -1)).squeeze(3)  # (B, h, branches, block_size)
+        # the branches of a head read the same values, as two rows of one product
+        B, _, block_size, _ = state["v"].shape
+        A = A.view(B, self.n_value_head, self.branches, block_size)
         y = A.to(v.dtype) @ state["v"]  # (B, h, branches, d_v)
-        y = y.flatten(1, 2)[:, :, None]  # (B, H, 1, d_v)
+        y = y.view(B, self.n_head, 1, -1)
         return self.subtract(y, lam)
 
 
@@ -313,14 +352,15 @@ class Diff(Softmax):
 def phi(x):
     """elu(x) + 1 (arXiv 2006.16236, Eq. 7), written so that bf16 keeps its small values.
 
-    elu(x) is near -1 there, and -1 + 1 would be 0.
+    For x below -7, elu(x) in bf16 is exactly -1, and 1 more would be 0.
     """
     return F.relu(x) + torch.exp(x.clamp(max=0))
 
 
 def to_chunks(x):
-    """(B, H, T, f) to (B, H, chunks, CHUNK, f). The last chunk is filled up with zeros."""
-    x = F.pad(x.contiguous(), (0, 0, 0, -x.shape[2] % CHUNK))
+    """(B, H, T, f) to (B, H, N, CHUNK, f). Zeros fill the last chunk up."""
+    padding = -x.shape[2] % CHUNK
+    x = F.pad(x.contiguous(), (0, 0, 0, padding))
     return x.unflatten(2, (-1, CHUNK))
 
 
@@ -330,43 +370,52 @@ def chunkwise(q, k, v, rate):
     A query reads its own chunk of tokens through a small map. It reads all earlier chunks through
     one matrix that stands for them, the state S = sum over j of gamma^age k_j v_j^T.
 
-    q, k (B, H, T, f), v (B, H, T, d_v), rate = -log gamma (H, 1, 1). Returns (B, H, T, d_v). Any
-    count of heads and features will do. It costs O(T), and a little that grows with (T/CHUNK)^2.
+    q, k (B, H, T, f), v (B, H, T, d_v), rate = -log gamma (H, 1, 1). Returns (B, H, T, d_v). H is
+    any count of heads, and f any count of features. The cost is O(T), but for step 3 with its
+    O((T/CHUNK)^2). That one is as large as step 2 at T = 4,096.
     """
     T = v.shape[2]
-    dtype = v.dtype
+    dtype = v.dtype  # matmuls in bf16 under autocast, where each still adds up in float32
     q = to_chunks(q.to(dtype))  # (B, H, N, CHUNK, f) with N chunks
     k = to_chunks(k.to(dtype))
     v = to_chunks(v)
     N = v.shape[2]
     i = torch.arange(CHUNK, device=v.device)[:, None]  # (CHUNK, 1), a token's place in its chunk
 
-    # 1. its own chunk: the masked map of CHUNK x CHUNK tokens
+    # 1. what a query reads from its own chunk, through a masked map of CHUNK x CHUNK tokens
     D = log_mask(rate, distances(CHUNK, v.device)).exp()[:, None].to(dtype)  # (H, 1, CHUNK, CHUNK)
-    own = ((q @ k.mT) * D) @ v
+    y_own = ((q @ k.mT) * D) @ v
 
-    # 2. the state of each chunk alone, at its last token: the keys before it have faded
+    # 2. the state of each chunk alone, as of its last token: older keys have faded until then
     fade_to_end = torch.exp(-rate * (CHUNK - 1 - i))[:, None].to(dtype)  # (H, 1, CHUNK, 1)
-    of_chunk = (k * fade_to_end).mT @ v  # (B, H, N, f, d_v)
+    S_chunk = (k * fade_to_end).mT @ v  # (B, H, N, f, d_v)
 
-    # 3. the state before each chunk: the sum of all earlier ones, faded by the whole chunks in
-    #    between. A lower triangular matrix sums them in one product, with no loop over the chunks
-    chunks_between = distances(N, v.device) - 1  # below 0 for the chunk itself: it is not earlier
-    carry = log_mask(CHUNK * rate, chunks_between).exp().to(dtype)  # (H, N, N)
-    before = (carry @ of_chunk.flatten(3)).view_as(of_chunk)
+    # 3. the state before each chunk: the sum of the states of all earlier chunks, each faded by the
+    #    whole chunks in between. Instead of a loop over the chunks, one matmul with a triangle
+    chunks_between = distances(N, v.device) - 1  # -1 for the chunk itself, which is not earlier
+    fade_between = log_mask(CHUNK * rate, chunks_between).exp().to(dtype)  # (H, N, N)
+    S_before = (fade_between @ S_chunk.flatten(3)).view_as(S_chunk)
 
-    # 4. what a query reads from that state, faded from the chunk's beginning to the query
-    fade_from_start = torch.exp(-rate * (i + 1))[:, None].to(dtype)  # (H, 1, CHUNK, 1)
-    earlier = (q * fade_from_start) @ before
+    # 4. what a query reads from that state, which is as of the last token before the query's chunk
+    fade_from_previous = torch.exp(-rate * (i + 1))[:, None].to(dtype)  # (H, 1, CHUNK, 1)
+    y_earlier = (q * fade_from_previous) @ S_before
 
-    return (own + earlier).flatten(2, 3)[:, :, :T]
+    return (y_own + y_earlier).flatten(2, 3)[:, :, :T]
+
+
+def decayed_cumsum(k, rate):
+    """sum over j <= i of gamma^(i - j) k_j, (B, H, T, d): chunkwise with 1 for each q . k."""
+    one = k.new_ones(1, 1, k.shape[2], 1)
+    return chunkwise(one, one, k, rate)
 
 
 class Linear(Attention):
-    """A_ij = (R_i phi(q_i)) . (R_j phi(k_j)) D_ij / z_i, z_i = sum over j of phi(q_i) . phi(k_j) D_ij
+    """A_ij = (R_i phi(q_i)) . (R_j phi(k_j)) D_ij / z_i
 
-    R is the rotation. Only the numerator is rotated, so that z stays above 0 (RoFormer, Section
-    3.3). So entries of a map may be negative, and a row need not sum to 1.
+    z_i = sum over j of phi(q_i) . phi(k_j) D_ij
+
+    R is the rotation. Only the numerator is rotated, which keeps z above 0 (RoFormer, Section 3.3).
+    Entries of a map may then be negative, and a row need not sum to 1.
     """
 
     def scores(self, q, k, rope):
@@ -377,72 +426,72 @@ class Linear(Attention):
     def attention_map(self, q, k, lam, rope):
         rate = self.decay_rate(q.device, wide_dtype(q))
         D = log_mask(rate, distances(q.shape[2], q.device)).exp()
-        weights = upcast(phi(q) @ phi(k).mT) * D  # all positive
+        weights = upcast(phi(q) @ phi(k).mT) * D  # none is negative
         z = weights.sum(-1, keepdim=True) + ROW_SUM_EPS  # (B, H, T, 1)
         A = upcast(self.scores(q, k, rope)) * D / z  # (B, H, T, T)
         return self.subtract(A, lam)
 
     def fold_q(self, q, lam):
-        """The queries [q_1, -lambda q_2] of one linear attention that stands for both branches.
+        """The queries [q_1, -lambda q_2], (B, h, T, 2d), of one linear attention for both branches.
 
-        With the keys of fold_k its weights are q_1 . k_1 - lambda q_2 . k_2. So the difference of
-        two linear maps is one linear attention, whose features are signed and twice as many.
+        Here q_1 and q_2 are features, rotated, and each divided by the z of its own branch. With
+        the keys [k_1, k_2] the weights are q_1 . k_1 - lambda q_2 . k_2, which is the difference of
+        the two maps, since both branches have the same D. So the difference of two linear maps is
+        one linear attention with twice as many features, which may be negative.
         """
         if self.branches == 1:
             return q
-        return torch.cat((q[:, 0::2], -lam * q[:, 1::2]), dim=-1)  # (B, h, T, 2d)
+        return torch.cat((q[:, 0::2], -lam * q[:, 1::2]), dim=-1)
 
     def fold_k(self, k):
-        """The keys [k_1, k_2], see fold_q."""
+        """The keys [k_1, k_2], (B, h, T, 2d), see fold_q."""
         if self.branches == 1:
             return k
-        return torch.cat((k[:, 0::2], k[:, 1::2]), dim=-1)  # (B, h, T, 2d)
+        return torch.cat((k[:, 0::2], k[:, 1::2]), dim=-1)
 
     def fast(self, q, k, v, lam, rope):
-        """1/z belongs to the row i, so it moves into the query: A_ij = (q_i/z_i) . k_j D_ij."""
+        """1/z_i is the same for all of row i, so we can divide the query by z_i beforehand."""
         q = phi(q)
         k = phi(k)
         rate = self.decay_rate(q.device, wide_dtype(q))
-        # the decayed running sum of k: chunkwise with all queries and keys 1, and k for the values
-        one = q.new_ones(1, 1, q.shape[2], 1)
-        key_sum = chunkwise(one, one, k, rate)  # (B, H, T, d)
+        key_sum = decayed_cumsum(k, rate)  # (B, H, T, d)
         z = (upcast(q) * key_sum).sum(-1, keepdim=True) + ROW_SUM_EPS  # (B, H, T, 1)
-        q = self.fold_q(rotate(q, rope) / z, lam)
-        k = self.fold_k(rotate(k, rope))
-        return chunkwise(q, k, v, rate[:: self.branches])
+        q = self.fold_q(rotate(q, rope) / z, lam)  # (B, h, T, f) with f = branches d
+        k = self.fold_k(rotate(k, rope))  # (B, h, T, f)
+        return chunkwise(q, k, v, rate[:: self.branches])  # a rate for each head of values
 
-    def fill(self, k, v, lam, rope, state):
-        """S = sum of gamma^age (R phi(k)) v^T and Z = sum of gamma^age phi(k).
+    def fill(self, k, v, rope, state):
+        """S = sum of gamma^age k v^T with the folded keys, and Z = sum of gamma^age phi(k).
 
-        Both in float32, since the steps add to them.
+        Both stay in float32, since thousands of steps add to them.
         """
         k = upcast(phi(k))
-        age = torch.arange(k.shape[2] - 1, -1, -1, device=k.device)  # of the last token 0
+        age = torch.arange(k.shape[2] - 1, -1, -1, device=k.device)  # the last token has age 0
         fade = torch.exp(-self.decay_rate(k.device, k.dtype) * age[:, None])  # (H, T, 1)
+        state["Z"] = (k * fade).sum(2, keepdim=True)  # (B, H, 1, d)
+        k = self.fold_k(rotate(k, rope) * fade)  # (B, h, T, f)
         with torch.autocast(k.device.type, enabled=False):
-            folded = self.fold_k(rotate(k, rope) * fade)  # (B, h, T, d_v)
-            state["S"] = folded.mT @ upcast(v)  # (B, h, d_v, d_v)
-            state["Z"] = (k * fade).sum(2, keepdim=True)  # (B, H, 1, d)
+            state["S"] = k.mT @ upcast(v)  # (B, h, f, d_v)
 
     def step(self, q, k, v, lam, rope, state):
-        """A recurrent net (2006.16236, Eq. 18 to 20).
+        """One step of a recurrent net (2006.16236, Eq. 18 to 20).
 
-        Z <- gamma Z + phi(k), S <- gamma S + k v^T, y = q S
+        Z <- gamma Z + phi(k), z = phi(q) . Z, S <- gamma S + k v^T, y = q S with q and k folded
         """
         q = phi(q)
         k = phi(k)
         gamma = torch.exp(-self.decay_rate(q.device, wide_dtype(q)))
         state["Z"].mul_(gamma).add_(k)
-        z = (q * state["Z"]).sum(-1, keepdim=True) + ROW_SUM_EPS
-        q = self.fold_q(rotate(q, rope) / z, lam)
-        k = self.fold_k(rotate(k, rope))
+        z = (q * state["Z"]).sum(-1, keepdim=True) + ROW_SUM_EPS  # (B, H, 1, 1)
+        q = self.fold_q(rotate(q, rope) / z, lam)  # (B, h, 1, f)
+        k = self.fold_k(rotate(k, rope))  # (B, h, 1, f)
         state["S"].mul_(gamma[:: self.branches]).add_(upcast(k).mT * upcast(v))
-        # q S, written as a product and a sum: autocast would make a matmul bf16
-        return (upcast(q).mT * state["S"]).sum(2, keepdim=True)
+        # q S as a product and a sum, since autocast would round a matmul to bf16
+        return (upcast(q).mT * state["S"]).sum(2, keepdim=True)  # (B, h, 1, d_v)
 
 
 class DiffLinear(Linear):
-    """A = A_1 - lambda A_2 of linear maps: one linear attention with signed features, see fold_q."""
+    """A = A_1 - lambda A_2, two linear maps. They are folded into one attention, see fold_q."""
 
     branches = 2
 
@@ -456,7 +505,7 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         C = config.n_embd
-        width = config.mlp_width or int(8 * C / 3) // 8 * 8
+        width = config.mlp_width or 8 * C // 3 // 8 * 8
         self.gate_proj = nn.Linear(C, width, bias=False)
         self.up_proj = nn.Linear(C, width, bias=False)
         self.down_proj = nn.Linear(width, C, bias=False)
@@ -471,6 +520,7 @@ class Block(nn.Module):
 
     def __init__(self, config, depth):
         super().__init__()
+        # in this order, because optimizers are saved in the order of their parameters
         self.attn = ATTENTION[config.attn](config, depth)
         self.norm1 = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
         self.norm2 = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
@@ -482,38 +532,25 @@ class Block(nn.Module):
         return x
 
 
-def init_std(fan_in):
-    """The standard deviation that PyTorch gives nn.Linear. At 768 channels it is GPT-2's 0.02.
-
-    At 128 channels 0.02 would be too small: the scores start near 0 and every map is flat.
-    """
-    return 1 / math.sqrt(3 * fan_in)
-
-
-def residual_std(fan_in, config):
-    """Smaller for a matrix that ends a residual branch: 2 n_layer of them are added up (GPT-2)."""
-    return init_std(fan_in) / math.sqrt(2 * config.n_layer)
-
-
 class GPT(nn.Module):
     """The whole model. model(idx) and model(idx, targets) give (logits, loss), see forward.
 
-    idx and targets are (B, T) int64. Any T will do, also one beyond block_size.
-    seed: the weights are drawn from it. None leaves them without numbers, for GPT.load to fill in.
+    idx and targets are (B, T) int64. T may be anything, even more than block_size.
+    seed: the weights are drawn from it. None leaves them without values, for GPT.load to fill in.
     """
 
     def __init__(self, config, seed=1337):
         super().__init__()
         self.config = config
-        self.extra = {}  # what GPT.load found beside the model
-        with torch.device("meta"):  # shapes without numbers
+        self.extra = {}  # GPT.load puts here what was saved with the model
+        with torch.device("meta"):  # parameters with shapes but no values yet
             padded_vocab = math.ceil(config.vocab_size / 64) * 64  # GPUs like multiples of 64
             self.wte = nn.Embedding(padded_vocab, config.n_embd)
             self.blocks = nn.ModuleList(Block(config, depth) for depth in range(config.n_layer))
             self.norm = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
         if seed is not None:
             weights = {name: draw_parameter(name, p, seed) for name, p in self.named_parameters()}
-            self.load_state_dict(weights, assign=True)
+            self.load_state_dict(weights, assign=True)  # the values replace the meta parameters
 
     def rope(self, T, start=0):
         """The rotary table of T tokens from position `start` on, for all layers."""
@@ -529,16 +566,17 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None):
         """With targets: the logits (B, T, vocab_size), detached, and the mean loss in nats.
 
-        Without: the logits of the last token alone, (B, 1, vocab_size), and None.
+        Without targets: the logits of the last token alone, (B, 1, vocab_size), and None.
         """
-        x = self.wte(idx)
-        rope = self.rope(idx.shape[1])
+        x = self.wte(idx)  # (B, T, C)
+        rope = self.rope(idx.shape[1])  # one table for all layers
         for block in self.blocks:
             x = block(x, rope)
         if targets is None:
             return self.logits(x[:, -1:]), None
         logits = self.logits(x)
         loss = F.cross_entropy(upcast(logits).flatten(0, 1), targets.flatten())
+        # nobody needs a gradient of these logits, and with it the caller would keep the whole graph
         return logits.detach(), loss
 
     def prefill(self, idx):
@@ -554,17 +592,18 @@ class GPT(nn.Module):
             layer_state = {}
             x = block(x, rope, layer_state)
             state["layers"].append(layer_state)
-        # the steps write to these tensors in place, and a CUDA graph may rely on where they are
-        for tensors in [state, *state["layers"]]:
-            for tensor in tensors.values():
-                if isinstance(tensor, torch.Tensor):
-                    torch._dynamo.mark_static_address(tensor, guard=False)
+        # the steps write to these tensors in place, so a CUDA graph may rely on their addresses
+        tensors = [state["length"]]
+        for layer_state in state["layers"]:
+            tensors.extend(layer_state.values())
+        for tensor in tensors:
+            torch._dynamo.mark_static_address(tensor, guard=False)
         return self.logits(x[:, -1:]), state
 
     def step(self, idx, state):
         """Read one more token, idx (B, 1): the logits after it, (B, 1, vocab_size).
 
-        The state moves on in place.
+        The state is updated in place.
         """
         x = self.wte(idx)
         rope = self.rope(1, start=state["length"])
@@ -583,10 +622,11 @@ class GPT(nn.Module):
         generator=None,
         step=None,
     ):
-        """Yields max_new_tokens times the next token of each row of idx (B, T), (B,) int64.
+        """Yields the next token of each row of idx (B, T), (B,) int64, max_new_tokens times.
 
-        temperature: 0 takes the likeliest token. top_k keeps so many of the likeliest, top_p the
-        fewest that together reach this probability. step: a compiled self.step, to use instead.
+        temperature: 0 takes the likeliest token. top_k: choose among so many of the likeliest only.
+        top_p: choose among the fewest that together reach this probability. step: self.step,
+        compiled. Raises ValueError for options that make no sense.
         """
         if not temperature >= 0:
             raise ValueError(f"temperature must be 0 or more, not {temperature}")
@@ -594,36 +634,37 @@ class GPT(nn.Module):
             raise ValueError(f"top_k must be 1 or more, not {top_k}")
         if top_p is not None and not 0 < top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, not {top_p}")
-        choose = partial(
-            next_token, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
-        )
-        return self._generate(idx, max_new_tokens, choose, step or self.step)
+        # the body of a Python generator starts at the first next(). So it is a function of its own,
+        # and what is wrong with the options is said at the call
+        options = dict(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+        return self._generate(idx, max_new_tokens, options, step or self.step)
 
     @torch.inference_mode()
-    def _generate(self, idx, max_new_tokens, choose, step):
-        has_cache = isinstance(self.blocks[0].attn, Softmax)  # else the state never fills up
+    def _generate(self, idx, max_new_tokens, options, step):
+        has_cache = isinstance(self.blocks[0].attn, Softmax)  # a linear state is never full
         block_size = self.config.block_size
         context = idx[:, -block_size:] if has_cache else idx
-        state = None
-        for _ in range(max_new_tokens):
+        logits, state = self.prefill(context)
+        for made in range(max_new_tokens):
+            token = next_token(logits[:, -1], **options)  # (B, 1)
+            yield token[:, 0]
+            if made == max_new_tokens - 1:
+                return
+            # now read that token. In most cases it is a step
+            if has_cache:
+                context = torch.cat((context, token), dim=1)
             if has_cache and context.shape[1] > block_size:
-                # the cache is full, so we read the newer half again. To drop the oldest keys would not
-                # be enough: what deeper layers keep was computed from the tokens that we drop
+                # the cache is full: read the newer half of the text anew. It would not be enough to
+                # drop the oldest keys, because deeper layers computed theirs from the same tokens
                 context = context[:, -max(1, block_size // 2) :]
-                state = None
-            if state is None:
                 logits, state = self.prefill(context)
             else:
                 logits = step(token, state)
-            token = choose(logits[:, -1])
-            if has_cache:
-                context = torch.cat((context, token), dim=1)
-            yield token[:, 0]
 
     def save(self, path, **extra):
         """Write the model and extra (tensors and plain values) to path. Raises OSError if it can't.
 
-        Whenever we are killed, the file at path is whole: the old one or the new one.
+        If the program is killed at any point, the file at path is the old one or the whole new one.
         """
         content = {"config": asdict(self.config), "model": self.state_dict(), **extra}
         try:
@@ -639,30 +680,31 @@ class GPT(nn.Module):
 
     @classmethod
     def load(cls, path, device="cpu"):
-        """The model that save() wrote, on device. What else was saved is in its .extra.
+        """The model that save() wrote, on device. Whatever was saved with it is in its .extra.
 
         Runs no code from the file. Raises OSError for a file that can't be read, and ValueError for
-        one that is damaged, or not ours, or holds a model that we don't know.
+        one that is damaged, or not ours, or holds a model that this file does not know.
         """
-        os.stat(path)  # a missing file is an OSError
+        open(path, "rb").close()  # an OSError for a file that is missing or not readable
         try:
             if zipfile.ZipFile(path).testzip() is not None:
                 raise ValueError("a checksum is wrong")
             extra = torch.load(path, map_location="cpu", weights_only=True)
-            config = dict(extra.pop("config"))
-            weights = extra.pop("model")
-        except Exception as e:  # of a dozen classes, it depends on which byte is wrong
+            settings = dict(extra.pop("config"))
+            weights = dict(extra.pop("model"))
+        except Exception as e:  # a dozen classes of errors, depending on which byte is wrong
             reason = f"{path} is damaged, or no checkpoint of this project: {e!r:.120}"
             raise ValueError(reason) from None
-        unknown = config.keys() - asdict(GPTConfig()).keys()
+        unknown = sorted(settings.keys() - {field.name for field in fields(GPTConfig)})
         if unknown:
-            names = ", ".join(sorted(unknown))
-            raise ValueError(f"{path} was saved with settings unknown to this model.py: {names}")
+            names = ", ".join(unknown)
+            raise ValueError(f"{path} has settings that model.py does not know: {names}")
         try:
-            model = cls(GPTConfig(**config), seed=None)
+            model = cls(GPTConfig(**settings), seed=None)
+        except (TypeError, ValueError) as e:
+            raise ValueError(f"{path} holds a model that model.py can't build: {e}") from None
+        try:
             model.load_state_dict(weights, assign=True)
-        except ValueError as e:
-            raise ValueError(f"{path} holds a model unknown to this model.py: {e}") from None
         except RuntimeError as e:
             reason = " ".join(str(e).split())
             raise ValueError(f"{path}: the weights don't fit the model: {reason:.120}") from None
@@ -673,18 +715,20 @@ class GPT(nn.Module):
 
 
 def draw_parameter(name, p, seed):
-    """The first value of a parameter: N(0, std) for matrices, a constant for the weights of norms.
+    """The first value of a parameter. p is the parameter without a value.
 
-    Each parameter has a generator of its own, seeded by the seed and its name. So what two arms
-    have in common starts with the same bits, whatever else they have.
+        out_proj and down_proj      N(0, std) with residual_std of their inputs
+        every other matrix          N(0, std) with linear_std of its inputs. The embedding is also
+                                    the output layer, so its inputs are the n_embd channels
+        the lambda vectors          N(0, 0.1)
+        the weights of norms        1, or subln_init
 
-    A matrix starts with init_std of its inputs, unless it carries an init_std of its own: out_proj
-    and down_proj are smaller, and the lambda vectors have 0.1. A norm starts at 1, or at the
-    init_value that its weight carries.
+    Each parameter has a random generator of its own, seeded by the seed and its name. So what two
+    arms have in common starts with the same bits, whatever else they have.
     """
     if p.ndim == 1 and not hasattr(p, "init_std"):
         return torch.full(p.shape, getattr(p, "init_value", 1.0))
-    std = getattr(p, "init_std", None) or init_std(fan_in=p.shape[-1])
+    std = p.init_std if hasattr(p, "init_std") else linear_std(p.shape[-1])
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
     return torch.randn(p.shape, generator=generator) * std
@@ -694,27 +738,31 @@ def next_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     """Choose the next token, (B, 1) int64, by the logits (B, vocab_size). See GPT.generate."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    temperature = max(temperature, 1e-6)  # the logits would overflow
+    temperature = max(temperature, 1e-6)  # with less the logits would overflow
     probs = F.softmax(upcast(logits) / temperature, dim=-1)
     if top_k is None and top_p is None:
         return torch.multinomial(probs, 1, generator=generator)
+
+    # the likeliest tokens first. Then set the others to 0
     probs, tokens = probs.sort(descending=True)
     if top_k is not None:
         probs[:, top_k:] = 0
     if top_p is not None:
         total = probs.cumsum(-1)
-        likelier = total - probs  # the probability of all likelier tokens together
-        probs[likelier >= top_p * total[:, -1:]] = 0
+        before = total - probs  # the probability of all likelier tokens together
+        probs[before >= top_p * total[:, -1:]] = 0
+    # multinomial takes any weights, they need not sum to 1
     return tokens.gather(-1, torch.multinomial(probs, 1, generator=generator))
 
 
-# The kernels behind softmax's fast form: the backends of PyTorch's scaled_dot_product_attention
-# that each may use. Its math backend is in none of them: it holds the whole map, slow in silence.
+# The kernels that softmax's fast form can use, with their backends of PyTorch's
+# scaled_dot_product_attention. The backend MATH is in none of them: it holds the whole map, which
+# is slow, and PyTorch would fall back to it without saying so.
 KERNELS = {
-    "sdpa": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
+    "sdpa": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],  # the first that can
     "cudnn": [SDPBackend.CUDNN_ATTENTION],
     "efficient": [SDPBackend.EFFICIENT_ATTENTION],
-    "flash_attn": None,  # the package of that name, see flash_attention
+    "flash_attn": None,  # not PyTorch's, see flash_attention
 }
 
 
@@ -722,24 +770,26 @@ def softmax_attention(q, k, v, rate, kernel):
     """softmax(q k^T / sqrt(d) + log D) v, (B, H, T, d_v).
 
     q, k (B, H, T, d), v (B, h, T, d_v). rate is -log gamma, (H, 1, 1), or None without decay. With
-    decay all kernels but flash_attn read log D from a matrix of H T^2 numbers: for 12 heads in bf16
-    25 MB at T = 1,024 and 6.4 GB at T = 16,384. On CUDA PyTorch's flash kernel does not take it.
+    decay flash_attn alone needs no D in memory. The other kernels read log D from a matrix of H T^2
+    numbers in every layer: for 12 heads in bf16 25 MB at T = 1,024 and 6.4 GB at T = 16,384.
+    On CUDA PyTorch's flash kernel can't read it, and "sdpa" is the memory-efficient one there.
     """
     T, d = q.shape[2:]
     d_v = v.shape[-1]
-    if kernel == "cudnn" and T == 1:
-        kernel = "sdpa"  # cudnn refuses a single token
     if kernel == "flash_attn":
         return flash_attention(q, k, v, rate)
-    if kernel != "cudnn":  # which alone lets two heads of q read one head of v
-        v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-    if kernel == "sdpa":  # flash kernels want d = d_v. Zeros change no product of q and k
+    if kernel == "cudnn" and T == 1:
+        kernel = "sdpa"  # cudnn refuses a single token
+    shared_v = v.shape[1] < q.shape[1]  # the branches of a head read the same values
+    if shared_v and kernel != "cudnn":  # which alone can do that without a copy
+        v = v.repeat_interleave(2, dim=1)  # (B, H, T, d_v)
+        shared_v = False
+    if d_v > d and kernel == "sdpa":  # flash kernels want d = d_v. Zeros change no product
         q = F.pad(q, (0, d_v - d))
         k = F.pad(k, (0, d_v - d))
     log_D = None
     if rate is not None:
         log_D = log_mask(rate, distances(T, q.device)).to(q.dtype)[None]  # (1, H, T, T)
-    shared_v = v.shape[1] < q.shape[1]
     with sdpa_kernel(KERNELS[kernel]):
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=log_D, is_causal=log_D is None, scale=d**-0.5, enable_gqa=shared_v
@@ -747,32 +797,38 @@ def softmax_attention(q, k, v, rate, kernel):
 
 
 def flash_attention(q, k, v, rate):
-    """The same by flash-attn-4 or, where it is missing, flash-attn 2. Not yet run on a GPU."""
+    """The same by flash-attn 4, or by flash-attn 2 if that is missing or there is decay.
+
+    Not yet run on a GPU. Tests run it with stand-ins for both packages.
+    """
     v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, T, H, d)
-    scale = q.shape[-1] ** -0.5
+    d = q.shape[-1]
     try:
         from flash_attn.cute import flash_attn_func as flash_attn_4
     except ImportError:
         flash_attn_4 = None
-    if flash_attn_4 is not None and rate is None:  # it takes d_v = 2d
-        y, _ = flash_attn_4(q, k, v, softmax_scale=scale, causal=True)
+    if flash_attn_4 is not None and rate is None:
+        y, _ = flash_attn_4(q, k, v, softmax_scale=d**-0.5, causal=True)  # on Hopper d_v may be 2d
         return y.transpose(1, 2)
+
     from flash_attn import flash_attn_func as flash_attn_2
 
-    slopes = None if rate is None else rate.flatten().float()  # decay is an ALiBi bias
-    halves = v.split(q.shape[-1], dim=-1)  # it wants d_v = d: the paper's FlashDiffAttn_2
-    options = {"softmax_scale": scale, "causal": True, "alibi_slopes": slopes}
-    y = torch.cat([flash_attn_2(q, k, half, **options) for half in halves], dim=-1)
-    return y.transpose(1, 2)
+    slopes = None if rate is None else rate.flatten().float()  # decay is ALiBi's bias (2108.12409)
+    parts = []
+    for part in v.split(d, dim=-1):  # it wants d_v = d, so V goes in halves (FlashDiffAttn_2)
+        y = flash_attn_2(q, k, part, softmax_scale=d**-0.5, causal=True, alibi_slopes=slopes)
+        parts.append(y)
+    return torch.cat(parts, dim=-1).transpose(1, 2)
 
 
 def pick_kernel(model, name="auto", dtype=torch.float32):
-    """Put one of KERNELS behind the softmax arms' fast form.
+    """Choose one of KERNELS for the softmax arms' fast form, and set it in all layers.
 
     Each is tried on random tokens and must give what the map gives, gradients too. "auto" takes the
-    first that does, a name takes that one. Returns its name, and why a faster one can't be had.
-    Returns None and "" for a model that uses no kernel. Raises ValueError if none can be had.
+    first of PyTorch's kernels that does. With a name that kernel alone is tried. Returns the name
+    of the kernel, and why a faster one was not taken. For a model that uses no kernel it returns
+    None and "". Raises ValueError, with the reasons, if no kernel works.
     """
     layers = [block.attn for block in model.blocks]
     device = model.wte.weight.device
@@ -780,29 +836,36 @@ def pick_kernel(model, name="auto", dtype=torch.float32):
         if name != "auto":
             raise ValueError(f"kernel {name} would not be used: only softmax's fast form has one")
         return None, ""
-    names = ["sdpa", "efficient"]  # from the fastest
+
+    # the fastest first
     if device.type == "cuda" and dtype == torch.float32:
-        names = ["efficient", "sdpa"]  # flash kernels want bf16
+        names = ["efficient", "sdpa"]  # flash kernels take 16 bits only
     elif device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
-        names = ["cudnn", *names]  # the faster one on Hopper, not on other cards
+        names = ["cudnn", "sdpa", "efficient"]  # on Hopper. On other cards cudnn is no faster
+    else:
+        names = ["sdpa", "efficient"]
     reasons = []
     for kernel in names if name == "auto" else [name]:
         for layer in layers:
             layer.kernel = kernel
         try:
-            if kernel_error(layers[0], device, dtype) < 0.05:
-                return kernel, "; ".join(reasons)
-            reasons.append(f"kernel {kernel} can't be used: its result differs from the map's")
+            error = kernel_error(layers[0], device, dtype)
         except (RuntimeError, ImportError, AssertionError) as e:
-            reasons.append(f"kernel {kernel} can't run on {device}: {str(e).splitlines()[0]}")
+            first_line = str(e).split("\n")[0]
+            reasons.append(f"kernel {kernel} can't run on {device}: {first_line}")
+            continue
+        if error < 0.05:  # bf16 alone makes less than 0.03. A NaN is not below it
+            return kernel, "; ".join(reasons)
+        reasons.append(f"kernel {kernel} can't be used: its result differs from the map's")
     raise ValueError("; ".join(reasons))
 
 
 def kernel_error(layer, device, dtype):
-    """How far a layer's fast form is from its map, relatively: the output or the worst gradient."""
-    T = 130  # 64 does not divide it
+    """The relative error of a layer's fast form against its map: output or gradient, the worst."""
+    T = 130  # not a multiple of any kernel's tile
     generator = torch.Generator(device).manual_seed(0)
-    x = torch.randn(1, T, layer.config.n_embd, generator=generator, device=device)
+    like_weights = dict(device=device, dtype=layer.q_proj.weight.dtype)
+    x = torch.randn(1, T, layer.config.n_embd, generator=generator, **like_weights)
     rope = layer.rope(x)
     with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
         with torch.no_grad():
@@ -815,43 +878,43 @@ def kernel_error(layer, device, dtype):
     errors = []
     for a, b in zip([fast, *fast_gradients], [by_map, *map_gradients]):
         errors.append((upcast(a) - upcast(b)).norm() / upcast(b).norm())
-    return max(errors).item()
+    return torch.stack(errors).max().item()  # NaN if one is NaN
 
 
 def open_device(name):
-    """The device of that name. Raises ValueError if there is none, or if it can't be used."""
+    """The device of that name. Raises ValueError if it can't be used."""
     try:
         return torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError) as e:
-        raise ValueError(f"--device={name}: {str(e).splitlines()[0]}") from None
+        first_line = str(e).split("\n")[0]
+        raise ValueError(f"can't use the device {name}: {first_line}") from None
 
 
 def round_to_bf16(model):
-    """Cast the weights to bf16, to sample. Not the lambdas: rounded they are off by up to 0.4 %."""
+    """Cast the weights to bf16, for sampling. Not the lambda vectors: lambda would be 0.4 % off."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding, nn.RMSNorm)):
             module.bfloat16()
 
 
 def demo():
-    """For each arm: how near its three forms are in float64, and the first head's map of 4 tokens."""
+    """For each arm: how well its three forms agree in float64, and its first head's map."""
+    x = torch.randn(1, 200, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for attn in ATTENTION:
-        config = GPTConfig(attn=attn, n_layer=1, n_head=4, n_embd=64)
-        model = GPT(config).double()
+        model = GPT(GPTConfig(attn=attn, n_layer=1, n_head=4, n_embd=64)).double()
         layer = model.blocks[0].attn
-        x = 3 * torch.randn(1, 200, 64, dtype=torch.float64)
         fast = layer(x)
 
         state = {}
-        steps = [layer(x[:, :1], model.rope(1), state)]
-        for t in range(1, 200):
+        steps = []
+        for t in range(200):
             steps.append(layer(x[:, t : t + 1], model.rope(1, start=t), state))
 
         layer.flash = False
         by_map = layer(x)
         map_error = (fast - by_map).abs().max()
         step_error = (fast - torch.cat(steps, dim=1)).abs().max()
-        print(f"\n{attn}: fast - map {map_error:.0e}, fast - steps {step_error:.0e}. A map:")
+        print(f"\n{attn}: |fast - map| < {map_error:.0e}, |fast - steps| < {step_error:.0e}")
         for row in layer.map(x[:, :4])[0, 0]:
             print("".join(f"{a:7.2f}" for a in row), f"   sum {row.sum():.2f}")
 
