@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from torch.utils.benchmark import Timer
 
 import train
+from data import get_tokenizer, load_data
 from model import ATTENTION, GPT, KERNELS, GPTConfig, Softmax, next_token, pick_kernel
-from prepare_fineweb import get_tokenizer, load_data
 
 # Okabe and Ito's colours, told apart by every kind of eye; dashed: a difference of two maps
 STYLE = {

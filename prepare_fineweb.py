@@ -1,5 +1,5 @@
 """
-Text to token shards, the two tokenizers, and reading shards.
+Text to token shards.
 
     python prepare_fineweb.py                      # streams FineWeb-Edu, sample-10BT, into data/fineweb_edu
     python prepare_fineweb.py --pretokenized       # the same, ready from the hub: minutes instead of an hour
@@ -10,8 +10,6 @@ Each document is <|endoftext|> and its text; a shard's end may cut it. A stopped
 shard and ends in the same bytes.
 """
 import argparse
-import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -20,116 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import tiktoken
 
-MAGIC, VERSION, HEADER = 20240520, 1, 256
-SHARDS = Path("data/fineweb_edu")
-EOT = "<|endoftext|>"
+from data import HEADER, MAGIC, SHARDS, VERSION, get_tokenizer, load_manifest, lock, read_shard
+
 ROWS = 64  # documents that a thread tokenizes at a time
-
-
-def lock(file, folder):
-    """Takes folder for this process, until file (of it, open) is closed. ValueError if another one has it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"another run is writing to {folder}") from None
-
-
-def get_tokenizer(name):
-    """tiktoken's gpt2 (50,257 tokens), or bytes: 256 single bytes and <|endoftext|>, which needs no download."""
-    if name == "bytes":
-        ranks = {bytes([b]): b for b in range(256)}
-        return tiktoken.Encoding("bytes", pat_str=r"(?s:.)", mergeable_ranks=ranks, special_tokens={EOT: 256})
-    if name != "gpt2":
-        raise ValueError(f"the tokenizer must be gpt2 or bytes, not {name!r}")
-    ranks = tiktoken.get_encoding(name)._mergeable_ranks
-    # gpt2's regular expression, rearranged: the alternatives that need no look-ahead are one group, which the engine
-    # runs as an automaton and not step by step. the same tokens, 1.6 times as fast
-    pattern = r"(?:'(?:[sdmt]|ll|ve|re)| ?(?:\p{L}+|\p{N}+|[^\s\p{L}\p{N}]+))|\s++$|\s+(?!\S)|\s"
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={EOT: 50256})
-
-
-class Shards:
-    """The tokens of one split, in several arrays of integers, as one long sequence."""
-
-    def __init__(self, arrays):
-        self.arrays = list(arrays)
-        self.tokens = sum(len(a) for a in self.arrays)
-
-    @classmethod
-    def open(cls, folder, split):
-        """Those of folder, *_<split>_<number>.bin, which stay on the disk. ValueError where there are none."""
-        paths = sorted(Path(folder).glob(f"*_{split}*.bin"))
-        if not paths:
-            raise ValueError(f"no *_{split}_*.bin in {folder}: `python prepare_fineweb.py` makes them")
-        return cls(read_shard(path) for path in paths)
-
-    def sequences(self, T):
-        """How many sequences of T (and the one token that follows each) there are; the tail is dropped."""
-        return max(0, self.tokens - 1) // T
-
-    def sequence(self, i, T):
-        """Sequence i, tokens [iT, iT + T]: T + 1 of them, int64, also across the seams. [:-1] in, [1:] out."""
-        if not 0 <= i < self.sequences(T):
-            raise IndexError(f"sequence {i} of {T} tokens: there are {self.sequences(T)}")
-        pieces, start, stop = [], i * T, i * T + T + 1  # counted from the beginning of an array
-        for a in self.arrays:
-            if start < len(a) and stop > 0:
-                pieces.append(a[max(0, start) : stop])
-            start, stop = start - len(a), stop - len(a)
-        return np.concatenate(pieces).astype(np.int64)
-
-    def fingerprint(self):
-        """A sha256 that tells data sets apart: of every shard its length and its first and last million tokens."""
-        sha = hashlib.sha256()
-        for a in self.arrays:
-            sha.update(f"{len(a)}:".encode() + a[:1_000_000].tobytes() + a[-1_000_000:].tobytes())
-        return sha.hexdigest()
-
-
-def read_shard(path):
-    """The tokens of one .bin file, a memory-mapped uint16 array. ValueError if it is not one, or is cut."""
-    header = np.fromfile(path, "<i4", HEADER)
-    if len(header) < HEADER or header[0] != MAGIC or header[1] != VERSION:
-        raise ValueError(f"{path} is not a token shard (magic {MAGIC}, version {VERSION}, 256 int32)")
-    if os.path.getsize(path) != 4 * HEADER + 2 * int(header[2]):
-        raise ValueError(f"{path} is cut or damaged: its header says {header[2]:,} tokens")
-    return np.memmap(path, "<u2", "r", 4 * HEADER, (int(header[2]),))
-
-
-def load_manifest(folder):
-    """What manifest.json says of a folder's shards; without one they are llm.c's."""
-    path = Path(folder) / "manifest.json"
-    return json.loads(path.read_text()) if path.exists() else {"tokenizer": "gpt2", "shards": []}
-
-
-def load_data(path):
-    """path to (train, val, tokenizer's name, what it is): a folder of shards; or the bytes of a text file or, for None,
-    of the manual that ships with Python, whose last tenth is val. Raises ValueError, OSError."""
-    if path and (path.is_dir() or path == SHARDS):
-        manifest = load_manifest(path)
-        for shard in manifest["shards"]:
-            read_shard(path / shard["file"])  # or a missing one would go unnoticed
-        train, val = Shards.open(path, "train"), Shards.open(path, "val")
-        sha256 = Shards(train.arrays + val.arrays).fingerprint()
-        return train, val, manifest["tokenizer"], dict(data=str(path), data_sha256=sha256)
-    if path:
-        documents = [path.read_bytes()]
-        try:
-            documents[0].decode()
-        except UnicodeDecodeError as e:
-            raise ValueError(f"{path} is not UTF-8 text: {e}") from None
-    else:
-        from pydoc_data.topics import topics
-        documents = [text.encode() for text in topics.values()]
-    pieces = []
-    for document in documents:
-        pieces += [np.array([256], "<u2"), np.frombuffer(document, "u1")]
-    tokens = np.concatenate(pieces)
-    cut = len(tokens) - len(tokens) // 10
-    what = dict(data=str(path or "pydoc_data.topics"), data_sha256=hashlib.sha256(b"".join(documents)).hexdigest())
-    return Shards([tokens[:cut]]), Shards([tokens[cut:]]), "bytes", what
 
 
 def open_source(args, manifest):

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from data import EOT, get_tokenizer
 from model import GPT, pick_kernel
-from prepare_fineweb import EOT, get_tokenizer
 
 
 def main(argv=None):

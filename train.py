@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from data import SHARDS, get_tokenizer, load_data, lock
 from model import ATTENTION, GPT, KERNELS, GPTConfig, Softmax, pick_kernel, wide
-from prepare_fineweb import SHARDS, get_tokenizer, load_data, lock
 
 PRESETS = dict(
     toy=dict(n_layer=4, n_head=4, n_embd=128, block_size=256, batch_size=8, total_batch=2048, steps=500, lr=2e-3,
