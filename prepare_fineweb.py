@@ -1,192 +1,295 @@
 """
-Text to token shards.
+Text to token shards: FineWeb-Edu, or any text of yours. data.py describes the format.
 
     python prepare_fineweb.py                      # streams FineWeb-Edu, sample-10BT, into data/fineweb_edu
-    python prepare_fineweb.py --pretokenized       # the same, ready from the hub: minutes instead of an hour
+    python prepare_fineweb.py --pretokenized       # the same, ready from the hub: minutes, not an hour
     python prepare_fineweb.py --source=novel.txt --out=data/novel --val_tokens=1e5
 
-A shard is 256 int32 (magic 20240520, version 1, token count, zeros), then the tokens as uint16: the format of llm.c.
-Each document is <|endoftext|> and its text; a shard's end may cut it. A stopped run goes on after its last finished
-shard and ends in the same bytes.
+The first shard is val, the others are train. Stop it whenever you like: the same command goes on after
+the last whole shard, and ends in the same bytes.
 """
 import argparse
 import json
 import logging
+import math
 import os
 import sys
+import threading
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from data import HEADER, MAGIC, SHARDS, VERSION, get_tokenizer, load_manifest, lock, read_shard
 
 ROWS = 64  # documents that a thread tokenizes at a time
+worker = threading.local()
 
 
-def open_source(args, manifest):
-    """The source as a dataset that streams, in the state from which the manifest's shards were made."""
-    os.environ["USE_TORCH"] = "0"  # or datasets imports it: 0.2 GB
+def positive_int(text):
+    """The type of a flag: a whole number of at least 1, which may be written as 1e9."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0
+    if value < 1 or value % 1 != 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on, like 500 or 1e9")
+    return int(value)
+
+
+def open_source(args):
+    """The source, as a dataset that streams documents with a column "text"."""
+    os.environ["USE_TORCH"] = "0"  # or datasets imports torch: 0.2 GB for nothing
     from datasets import IterableDataset, load_dataset_builder
     from pyarrow.dataset import ParquetFragmentScanOptions
 
-    source, files, revision = args.source, [args.source], manifest["revision"]
-    if source.endswith(".txt"):  # one document, its line ends as they are
-        dataset = IterableDataset.from_generator(lambda: [{"text": Path(source).read_bytes().decode()}])
+    if args.source.endswith(".txt"):
+        return IterableDataset.from_generator(read_txt, gen_kwargs={"path": args.source})
+    if args.source.endswith(".parquet"):
+        builder = load_dataset_builder("parquet", data_files=args.source)
+    elif args.source.endswith((".jsonl", ".jsonl.gz")):
+        builder = load_dataset_builder("json", data_files=args.source)
     else:
-        kind = {".parquet": "parquet", ".jsonl": "json", ".gz": "json"}.get(Path(source).suffix)
-        place = dict(path=kind, data_files=source) if kind else dict(path=source, name=args.name, revision=revision)
-        builder = load_dataset_builder(**place)
-        if builder.name == "parquet":  # in small steps: as it comes, it holds several row groups with all their columns
-            small = ParquetFragmentScanOptions(pre_buffer=False, use_buffered_stream=True, buffer_size=1 << 22)
-            vars(builder.config).update(columns=["text"], batch_size=ROWS, fragment_scan_options=small)
-        dataset, files = builder.as_streaming_dataset("train"), builder.config.data_files["train"]
-        if "text" not in builder.info.features:
-            raise ValueError(f"{source} has no column text")
-    commit = files[0].split("@")[1].split("/")[0] if files[0].startswith("hf://") else None
-    manifest["revision"] = commit or [os.path.getsize(path) for path in files]
-    if manifest["shards"] and manifest["revision"] != revision:
-        raise ValueError(f"{source} has changed since its first shards were made: choose another --out")
+        builder = load_dataset_builder(args.source, args.name)  # of the hub, or a folder like that
+    if builder.name == "parquet":
+        builder.config.columns = ["text"]
+        # in small steps and without a buffer, or arrow reads far ahead: half a gigabyte
+        builder.config.batch_size = ROWS
+        builder.config.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False)
+    dataset = builder.as_streaming_dataset("train")
+    if "text" not in dataset.column_names:
+        raise ValueError("there is no column text")
     return dataset
 
 
-def tokenize(dataset, position, name, procs):
-    """(position, tokens) of each batch; a position is the state of the dataset before it. Threads do, tiktoken needs no
-    Python lock; but each has its own tokenizer: two on one share scratch memory, and took up to twice the CPU time."""
-    tokenizers, ahead = [get_tokenizer(name) for _ in range(procs)], []
+def read_txt(path):
+    yield {"text": Path(path).read_bytes().decode()}  # read_text would change the ends of lines
 
-    def encode(texts):
-        tokenizer, pieces = tokenizers.pop(), []
-        for text in texts:
-            pieces += [[tokenizer.eot_token], tokenizer.encode_to_numpy(text, disallowed_special=())]
-        tokenizers.append(tokenizer)
-        return np.concatenate(pieces).astype("<u2")
 
-    if position:
-        dataset.load_state_dict(position)
-    with ThreadPoolExecutor(procs) as pool:
+def start_worker(name):
+    # each thread has a tokenizer of its own: on a shared one they wait for its scratch memory
+    worker.tokenizer = get_tokenizer(name)
+
+
+def encode(texts):
+    """The tokens of some documents in one array, each after <|endoftext|>."""
+    pieces = []
+    for text in texts:
+        pieces.append(np.array([worker.tokenizer.eot_token], "u4"))
+        pieces.append(worker.tokenizer.encode_to_numpy(text, disallowed_special=()))
+    return np.concatenate(pieces).astype("<u2")
+
+
+def tokenize(dataset, args):
+    """The tokens of the dataset in its order, an array for every ROWS documents."""
+    pending = deque()
+    # threads suffice, because tiktoken releases Python's lock
+    with ThreadPoolExecutor(args.procs, "", start_worker, [args.tokenizer]) as pool:
         for batch in dataset.iter(ROWS):
-            ahead.append((position, pool.submit(encode, batch["text"])))
-            position = dataset.state_dict()
-            if len(ahead) > 2 * procs:
-                first, tokens = ahead.pop(0)
-                yield first, tokens.result()
-        for first, tokens in ahead:
-            yield first, tokens.result()
+            pending.append(pool.submit(encode, batch["text"]))
+            if len(pending) > 2 * args.procs:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
-def write_shards(args, manifest):
-    """Writes the shards that the manifest does not list yet. A shard gets its name when it is complete, and then its
-    line in the manifest: a run that is killed in between makes it again."""
-    shards, eot = manifest["shards"], get_tokenizer(args.tokenizer).eot_token
-    position, skip = shards[-1]["end"] if shards else (None, 0)  # a batch, and how many of its tokens are done
-    batches = tokenize(open_source(args, manifest), position, args.tokenizer, args.procs)
-    tokens, used, done = [], 0, sum(shard["tokens"] for shard in shards)
-    while True:
-        (args.out / "manifest.tmp").write_text(json.dumps(manifest, indent=1) + "\n")
-        os.replace(args.out / "manifest.tmp", args.out / "manifest.json")
-        if manifest["source_ended"] or done == args.tokens:
-            return
-        size = min(args.shard_tokens if shards else args.val_tokens, args.tokens - done)
-        filled = documents = 0
-        with open(args.out / "shard.tmp", "wb") as f:
-            f.seek(4 * HEADER)
-            while filled < size:
-                if used == len(tokens):
-                    position, tokens = next(batches, (None, None))
-                    if tokens is None:
-                        manifest["source_ended"] = True
-                        break
-                    used, skip = skip, 0
-                part = tokens[used : used + size - filled]
-                f.write(part)
-                documents += int(np.count_nonzero(part == eot))
-                filled, used = filled + len(part), used + len(part)
-            f.seek(0)
-            f.write(np.array([MAGIC, VERSION, filled] + [0] * (HEADER - 3), "<i4"))
-        if filled:
+class TokenStream:
+    """The tokens of all batches, which one reads like a file."""
+
+    def __init__(self, batches):
+        self.batches = batches
+        self.rest = np.empty(0, "<u2")
+
+    def read(self, n):
+        """The next tokens, n at most; none at the end."""
+        if len(self.rest) == 0:
+            self.rest = next(self.batches, self.rest)
+        part = self.rest[:n]
+        self.rest = self.rest[n:]
+        return part
+
+
+def last_document(out, shards, eot):
+    """What the shards hold of the document that they end in. It may be longer than a shard."""
+    pieces = []
+    for shard in reversed(shards):
+        tokens = read_shard(out / shard["file"])
+        starts = np.flatnonzero(tokens == eot)
+        if len(starts) > 0:
+            pieces.append(tokens[starts[-1] :])
+            break
+        pieces.append(tokens)
+    return np.concatenate(pieces[::-1])
+
+
+def shard_size(args, number):
+    return args.val_tokens if number == 0 else args.shard_tokens
+
+
+def write_shard(path, size, stream, eot, bar):
+    """Writes the next tokens, size at most. Returns how many, and how many documents begin there."""
+    tokens = 0
+    documents = 0
+    with open(path, "wb") as f:
+        f.seek(4 * HEADER)
+        while tokens < size:
+            part = stream.read(size - tokens)
+            if len(part) == 0:
+                break
+            f.write(part)
+            bar.update(len(part))
+            tokens += len(part)
+            documents += int(np.count_nonzero(part == eot))
+        header = np.zeros(HEADER, "<i4")
+        header[:3] = MAGIC, VERSION, tokens
+        f.seek(0)
+        f.write(header)
+    return tokens, documents
+
+
+def write_shards(args, manifest, bar):
+    """Makes the shards that the manifest does not list yet."""
+    shards = manifest["shards"]
+    eot = get_tokenizer(args.tokenizer).eot_token
+    dataset = open_source(args)
+    if shards:
+        # skip reads the source from its beginning: minutes, where tokenizing took an hour. the last
+        # document may be cut, so it is tokenized again, and what is written of it passed over
+        documents = sum(shard["documents"] for shard in shards)
+        stream = TokenStream(tokenize(dataset.skip(documents - 1), args))
+        written = last_document(args.out, shards, eot)
+        if not np.array_equal(stream.read(len(written)), written):
+            raise ValueError("the source has changed since it was begun: choose another --out")
+    else:
+        stream = TokenStream(tokenize(dataset, args))
+        save_manifest(args.out, manifest)  # says whose the shards are, before there is one
+
+    done = sum(shard["tokens"] for shard in shards)
+    while not manifest["source_ended"] and done < args.tokens:
+        size = min(shard_size(args, len(shards)), args.tokens - done)
+        tokens, documents = write_shard(args.out / "shard.tmp", size, stream, eot, bar)
+        if tokens < size:
+            manifest["source_ended"] = True
+            if done + tokens == documents:
+                raise ValueError("there is no text in it")
+        if tokens > 0:
+            # a shard gets its name when it is whole, and then its line in the manifest. if we are
+            # killed in between, it is written again
             name = f"finewebedu_{'train' if shards else 'val'}_{len(shards):06d}.bin"
-            os.replace(f.name, args.out / name)
-            shards.append({"file": name, "documents": documents, "tokens": filled, "end": [position, used]})
-            print(f"{name}: {documents:,} documents, {filled:,} tokens", flush=True)
-            done += filled
+            os.replace(args.out / "shard.tmp", args.out / name)
+            shards.append({"file": name, "documents": documents, "tokens": tokens})
+            bar.write(f"{name}: {documents:,} documents, {tokens:,} tokens")
+        save_manifest(args.out, manifest)
+        done += tokens
+
+
+def save_manifest(out, manifest):
+    (out / "manifest.tmp").write_text(json.dumps(manifest, indent=1) + "\n")
+    os.replace(out / "manifest.tmp", out / "manifest.json")
 
 
 def prepare(args):
-    """Brings the folder args.out from what it holds to what args ask for."""
-    out, manifest = args.out, load_manifest(args.out)
+    """Brings the folder args.out from what it holds to what the flags ask for."""
+    manifest = load_manifest(args.out)
     shards = manifest["shards"]
-    if "source" not in manifest and any(out.glob("*.bin")):
-        raise ValueError(f"{out} has shards that were not made here: choose another --out")
-    want = {key: getattr(args, key) for key in ("source", "name", "tokenizer", "shard_tokens", "val_tokens")}
-    if not shards:  # then a manifest binds nobody
-        manifest = want | {"revision": None, "source_ended": False, "shards": shards}
-    for key, value in want.items():
-        if manifest[key] != value:
-            raise ValueError(f"{out} was made with {key} {manifest[key]}, not {value}: choose another --out")
-    done = sum(len(read_shard(out / shard["file"])) for shard in shards)  # raises for one that is missing or cut
+    if "source" not in manifest and any(args.out.glob("*.bin")):
+        raise ValueError("there are shards that were not made here: choose another --out")
+    binding = ("source", "name", "tokenizer", "shard_tokens", "val_tokens")
+    if not shards:  # then nothing binds us
+        manifest = {key: getattr(args, key) for key in binding}
+        manifest |= {"source_ended": False, "shards": shards}
+    for key in binding:
+        here = getattr(args, key)
+        if manifest[key] != here:
+            raise ValueError(f"{key} was {manifest[key]} there, and not {here}: choose another --out")
+
+    done = sum(shard["tokens"] for shard in shards)
     if done > args.tokens:
-        raise ValueError(f"{out} holds {done:,} tokens, not {args.tokens:,}: choose another --out")
-    if done == args.tokens or manifest["source_ended"]:
-        print(f"{out}: {done:,} tokens in {len(shards)} shards, finished before")
-        return
-    if shards and shards[-1]["tokens"] < (args.shard_tokens if shards[1:] else args.val_tokens):
-        shards.pop()  # a smaller --tokens had cut it short
-    write_shards(args, manifest)
-    print(f"{out}: {sum(shard['tokens'] for shard in shards):,} tokens in {len(shards)} shards")
+        raise ValueError(f"there are {done:,} tokens, and not {args.tokens:,}: choose another --out")
+    finished = manifest["source_ended"] or done == args.tokens
+    if shards and not finished and shards[-1]["tokens"] < shard_size(args, len(shards) - 1):
+        done -= shards.pop()["tokens"]  # a smaller --tokens had cut it short
+    for shard in shards:
+        if len(read_shard(args.out / shard["file"])) != shard["tokens"]:
+            raise ValueError(f"{shard['file']} is not the one that manifest.json lists")
+    if not finished:
+        total = None if args.tokens == math.inf else args.tokens
+        with tqdm(total=total, initial=done, unit=" tokens", unit_scale=True, disable=None) as bar:
+            write_shards(args, manifest, bar)
+
+    done = sum(shard["tokens"] for shard in shards)
+    print(f"{args.out}: {done:,} tokens in {len(shards)} shards")
+    if len(shards) == 1:
+        print("The first shard is val: for some to train on, choose a smaller --val_tokens")
 
 
 def fetch(args):
-    """Fetches shards that are ready on the hub, whole ones until there are --tokens. Those that are there stay."""
+    """Fetches ready shards from the hub until there are --tokens. Those that are there stay."""
     from huggingface_hub import hf_hub_download, list_repo_files
 
     if "source" in load_manifest(args.out):
-        raise ValueError(f"{args.out} has shards that were made here: choose another --out")
-    tokens, names = 0, [name for name in list_repo_files(args.source, repo_type="dataset") if name.endswith(".bin")]
-    for name in sorted(names, key=lambda name: name[-10:]):  # by number, val is 000000
+        raise ValueError("there are shards that were made here: choose another --out")
+    files = list_repo_files(args.source, repo_type="dataset")
+    names = [name for name in files if name.endswith(".bin")]
+    if not names:
+        raise ValueError("there are no shards in it")
+    names.sort(key=lambda name: name[-10:])  # by number: 000000.bin is val
+    tokens = 0
+    for name in names:
         if tokens < args.tokens:
-            tokens += len(read_shard(hf_hub_download(args.source, name, repo_type="dataset", local_dir=args.out)))
-            print(f"{name}: {tokens:,} tokens so far", flush=True)
-    if not tokens:
-        raise ValueError(f"{args.source} has no shards")
+            path = hf_hub_download(args.source, name, repo_type="dataset", local_dir=args.out)
+            tokens += len(read_shard(path))
+            print(f"{name}: {tokens:,} tokens so far")
 
 
 def main(argv=None):
-    count = lambda text: int(float(text))  # 1e9 is one, too
-    parser = argparse.ArgumentParser(description="Text, or FineWeb-Edu, to token shards.", allow_abbrev=False)
-    add = parser.add_argument
-    add("--source", help="hub dataset, folder like one, or .parquet, .jsonl, .jsonl.gz or .txt file (one document)")
-    add("--name", help="config of the dataset; default: sample-10BT, for the default source")
-    add("--tokens", type=count, default=float("inf"), help="stop after exactly so many, val included; default: all")
-    add("--pretokenized", action="store_true", help="fetch ready gpt2 shards, whole ones until there are --tokens")
-    add("--out", type=Path, default=SHARDS, help="folder for the shards; default: %(default)s")
-    add("--shard_tokens", type=count, default=100_000_000, help="tokens per shard; default: 100e6")
-    add("--val_tokens", type=count, help="tokens in the first shard, which is val; default: like the others")
-    add("--tokenizer", choices=["gpt2", "bytes"], default="gpt2", help="default: %(default)s")
-    add("--procs", type=int, default=os.cpu_count(), help="threads that tokenize; default: %(default)s, one per core")
-    args = parser.parse_args(argv)
-    if not args.source:
-        args.source = "kjj0/finewebedu10B-gpt2" if args.pretokenized else "HuggingFaceFW/fineweb-edu"
+    p = argparse.ArgumentParser(description="Text, or FineWeb-Edu, to token shards.", allow_abbrev=False)
+    p.add_argument("--source", help="dataset of the hub, a folder like one, or a .parquet, .jsonl, .jsonl.gz "
+                   "or .txt file (one document); default: HuggingFaceFW/fineweb-edu")  # fmt: skip
+    p.add_argument("--name", help="config of the dataset; default: sample-10BT, for the default source")
+    p.add_argument("--tokens", type=positive_int, default=math.inf, help="exactly so many, val included; default: all")
+    p.add_argument("--pretokenized", action="store_true", help="fetch ready gpt2 shards, whole ones, from the hub")
+    p.add_argument("--out", type=Path, default=SHARDS, help="folder for the shards; default: %(default)s")
+    p.add_argument("--shard_tokens", type=positive_int, default=100_000_000, help="tokens per shard; default: 100e6")
+    p.add_argument("--val_tokens", type=positive_int, help="tokens of the first shard, val; default: like the others")
+    p.add_argument("--tokenizer", choices=["gpt2", "bytes"], default="gpt2", help="default: %(default)s")
+    p.add_argument("--procs", type=positive_int, default=os.cpu_count(), help="threads; default: %(default)s, one per core")
+    args = p.parse_args(argv)
+    if args.source is None and args.pretokenized:
+        args.source = "kjj0/finewebedu10B-gpt2"
+    elif args.source is None:
+        args.source = "HuggingFaceFW/fineweb-edu"
         args.name = args.name or "sample-10BT"
-    args.val_tokens = args.shard_tokens if args.val_tokens is None else args.val_tokens
-    if min(args.tokens, args.shard_tokens, args.val_tokens) < 1 or max(args.shard_tokens, args.val_tokens) >= 1 << 31:
-        parser.error("a shard has 1 to 2^31 - 1 tokens")
+    if args.val_tokens is None:
+        args.val_tokens = args.shard_tokens
+    if max(args.shard_tokens, args.val_tokens) >= 2**31:
+        p.error("a shard has fewer than 2^31 tokens: its header counts them in an int32")
+
     logging.disable()  # the libraries' errors and retries: what ends a run is one line
     args.out.mkdir(parents=True, exist_ok=True)
     with open(args.out / ".lock", "w") as f:
         lock(f, args.out)
         try:
-            fetch(args) if args.pretokenized else prepare(args)
+            if args.pretokenized:
+                fetch(args)
+            else:
+                prepare(args)
         except Exception as e:  # of many classes, where a file is broken or the network goes away
-            raise ValueError(f"{args.source}: {' '.join(str(e).split())}") from e
+            message = " ".join(str(e).split())
+            raise ValueError(f"{args.source} -> {args.out}: {message or type(e).__name__}") from e
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)  # a shard's line is seen when the shard is there
     try:
         main()
         status = 0
-    except (ValueError, OSError, OverflowError, KeyboardInterrupt) as e:
-        print("prepare_fineweb.py:", str(e) or "stopped, the same command goes on", file=sys.stderr)
+    except (ValueError, OSError) as e:
+        print("prepare_fineweb.py:", e, file=sys.stderr)
         status = 1
-    sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("prepare_fineweb.py: stopped, the same command goes on", file=sys.stderr)
+        status = 1
     os._exit(status)  # pyarrow's threads can hang or abort a Python that ends in the usual way
