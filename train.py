@@ -1,400 +1,903 @@
 """
 Trains one GPT, or several in turn, and writes out/<run>/ckpt.pt and out/<run>/log.jsonl.
 
-    python train.py --attn=diff                                             # the toy, offline, minutes on two CPU cores
-    python train.py --attn=softmax,diff,linear,diff_linear --seed=1,2,3     # a comparison
-    torchrun --standalone --nproc_per_node=8 train.py --attn=diff           # on eight GPUs
+On a laptop, without data and without a network (minutes on two CPU cores):
+$ python train.py --attn=diff
 
-Stop it whenever you like: the same command goes on, and ends in the same bits as if nothing had happened.
-The batch of step s is a pure function of (data, seed, s, rank, world size): every arm sees the same tokens in turn.
+The four arms with three seeds each, one run after the other:
+$ python train.py --attn=softmax,diff,linear,diff_linear --seed=1,2,3
+
+On one machine with eight GPUs:
+$ torchrun --standalone --nproc_per_node=8 train.py --attn=diff
+
+Stop it whenever you like, with Ctrl-C or kill -9. The same command goes on where it stopped, and
+ends in the same bits as if nothing had happened. That works because the batch of a step is a pure
+function of (data, seed, step, rank, number of processes): there is no data loader whose state we
+would have to save. It also means that all arms see the same tokens in the same order.
 """
 import argparse
 import json
 import math
 import os
-import re
+import platform
 import signal
 import sys
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import tiktoken
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
-from data import SHARDS, get_tokenizer, load_data, lock
-from model import ATTENTION, GPT, KERNELS, GPTConfig, Softmax, pick_kernel, wide
+from data import SHARDS, Shards, get_tokenizer, load_data, lock
+from model import ATTENTION, GPT, KERNELS, GPTConfig, Softmax, open_device, pick_kernel, upcast
+from report import device_name
 
-PRESETS = dict(
-    toy=dict(n_layer=4, n_head=4, n_embd=128, block_size=256, batch_size=8, total_batch=2048, steps=500, lr=2e-3,
-             warmup=50, eval_every=100, eval_tokens=65_536, log_every=20, save_every=100),
-    gpt2=dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=32, total_batch=524_288, tokens=2.8e9,
-              lr=1.5e-3, warmup=375, eval_every=250, eval_tokens=10_485_760, log_every=10, save_every=250))
-FIELDS = [f.name for f in fields(GPTConfig)]
-OPTIMIZER = ["total_batch", "lr", "warmup", "weight_decay", "grad_clip", "seed"]
-# what makes a run the run it is: a folder in which one of these is another is left alone
-IDENTITY = [f for f in FIELDS if f != "flash"] + OPTIMIZER + ["steps", "eval_tokens", "tokenizer", "data_sha256"]
-PROMPT = "Once upon a time"
-PEAK = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}  # bf16 dense FLOP/s
-STOPPING = []  # not empty after Ctrl-C or SIGTERM: finish the step, save and end
+# -----------------------------------------------------------------------------
+# settings
+
+# what the flags are when nobody gives them. what is not here has GPTConfig's default
+PRESETS = {
+    # a few minutes on two CPU cores, on text that every Python has
+    "toy": dict(
+        n_layer=4, n_head=4, n_embd=128, block_size=256,
+        batch_size=8, total_batch=2048, steps=500,
+        lr=2e-3, warmup=50, weight_decay=0.1, grad_clip=1.0, seed=1337,
+        eval_every=100, eval_tokens=65_536, log_every=20, save_every=100,
+    ),
+    # the size of GPT-2 small, for some hours of an H100
+    "gpt2": dict(
+        n_layer=12, n_head=12, n_embd=768, block_size=1024,
+        batch_size=32, total_batch=524_288, tokens=2_800_000_000,
+        lr=1.5e-3, warmup=375, weight_decay=0.1, grad_clip=1.0, seed=1337,
+        eval_every=250, eval_tokens=10_485_760, log_every=10, save_every=250,
+    ),
+}
+PROMPT = "Once upon a time"  # at each evaluation the model goes on from here
+
+# bf16 FLOP/s without sparsity, by NVIDIA's data sheets. the first name that is part of the card's
+# counts, so the special ones stand before the plain one
+PEAK = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
+
+MODEL_FIELDS = [field.name for field in fields(GPTConfig)]
+OPTIMIZER_FIELDS = ["total_batch", "lr", "warmup", "weight_decay", "grad_clip", "seed"]
+# a run's identity: we refuse to go on in a folder whose run differs in one of these. flash is not
+# among them, because the map and the fast form compute the same function
+IDENTITY = [name for name in MODEL_FIELDS if name != "flash"] + OPTIMIZER_FIELDS
+IDENTITY += ["steps", "eval_tokens", "tokenizer", "data_sha256"]
 
 
-def count(text):
-    """The type of a flag: a whole number of at least 1, also written 1e9."""
-    if not 1 <= float(text) < math.inf:
-        raise ValueError
-    return int(float(text))
+@dataclass
+class TrainConfig:
+    """All settings of one run. They have the names of the flags, and --help says what they do."""
+
+    # what is trained, on what
+    attn: str
+    preset: str
+    data: Path | None  # None is the manual that ships with Python
+    out: Path  # the folder of this run
+    restart: bool
+    # the model
+    n_layer: int
+    n_head: int
+    n_embd: int
+    block_size: int
+    vocab_size: int | None  # the tokenizer's, so we don't know it before the data is open
+    mlp_width: int | None
+    rope_theta: float
+    flash: bool
+    kernel: str
+    decay: bool
+    subln: bool | None
+    subln_init: float
+    lambda_init: float | None
+    # the optimization
+    batch_size: int
+    total_batch: int
+    steps: int
+    tokens: int
+    lr: float
+    warmup: int
+    weight_decay: float
+    grad_clip: float
+    seed: int
+    # watching and saving
+    eval_every: int
+    eval_tokens: int
+    log_every: int
+    save_every: int
+    # the machine
+    device: torch.device
+    dtype: str
+    compile: bool
+    rank: int  # the number of this process, from 0
+    world: int  # how many processes there are
+
+    def model_config(self):
+        return GPTConfig(**{name: getattr(self, name) for name in MODEL_FIELDS})
+
+
+# -----------------------------------------------------------------------------
+# the types of the flags. argparse puts the flag's name before what they say of a wrong value
+
+
+def number(text, least=-math.inf):
+    """A finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= least):
+        range_ = "" if least == -math.inf else f" from {least} on"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number{range_}, like 0.5 or 1e-3")
+    return value
+
+
+def number_from_0(text):
+    return number(text, least=0)
+
+
+def positive_number(text):
+    value = number(text, least=0)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, like 0.5 or 1e-3")
+    return value
+
+
+def whole_number(text, least):
+    """A whole number, also in the form 1e9."""
+    try:
+        value = int(text)  # all digits of a long seed, which would not fit into a float
+    except ValueError:
+        value = number(text)
+    if value < least or value != int(value):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a whole number from {least} on, like 12 or 1e9"
+        )
+    return int(value)
+
+
+def int_from_0(text):
+    return whole_number(text, least=0)
+
+
+def positive_int(text):
+    return whole_number(text, least=1)
+
+
+def arm(text):
+    if text not in ATTENTION:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(ATTENTION)}")
+    return text
+
+
+def comma_list(of):
+    """One value or several: 1 or 1,2,3. One that comes twice counts once."""
+
+    def parse_list(text):
+        return list(dict.fromkeys(of(part) for part in text.split(",")))
+
+    return parse_list
+
+
+# -----------------------------------------------------------------------------
+# the flags. those that are not given stay None, and the preset fills them in
+
+parser = argparse.ArgumentParser(
+    prog="train.py",
+    usage="%(prog)s [--flag=value ...]    (--help lists the flags)",
+    description=__doc__,
+    epilog="\n".join(f"preset {name}: {values}" for name, values in PRESETS.items()),
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    allow_abbrev=False,  # whoever looks for --decay in a command must not miss --dec
+)
+switch = argparse.BooleanOptionalAction  # --name and --no-name
+# what is trained, on what
+group = parser.add_argument_group("what is trained, on what")
+group.add_argument("--attn", type=comma_list(arm),
+                   help=f"one or a list of {', '.join(ATTENTION)} (softmax)")
+group.add_argument("--preset", choices=PRESETS,
+                   help="defaults of the other flags (gpt2 where there are shards and CUDA, else toy)")
+group.add_argument("--data", type=Path,
+                   help=f"folder of shards or text file (gpt2: {SHARDS}, toy: Python's manual)")
+group.add_argument("--out", type=Path,
+                   help="folder of the run, or with several runs the folder that holds theirs "
+                        "(out/<attn>-<what differs from the preset>)")
+group.add_argument("--restart", action="store_true", help="train anew in a run's folder")
+# the model
+group = parser.add_argument_group("model")
+group.add_argument("--n_layer", type=positive_int, help="blocks (preset)")
+group.add_argument("--n_head", type=positive_int,
+                   help="heads of the softmax model; the differential arms have half (preset)")
+group.add_argument("--n_embd", type=positive_int, help="channels (preset)")
+group.add_argument("--block_size", type=positive_int, help="tokens per sequence (preset)")
+group.add_argument("--mlp_width", type=positive_int, help="channels in the MLP (8/3 n_embd)")
+group.add_argument("--rope_theta", type=number_from_0,
+                   help="base of the rotary angles, 0 for no positions at all (10000)")
+group.add_argument("--flash", action=switch, help="the fast form of the attention, or the map (fast)")
+group.add_argument("--kernel", choices=["auto", *KERNELS],
+                   help="what computes the fast form of softmax and diff (auto); in a list with "
+                        "these, the linear arms ignore it")
+group.add_argument("--decay", action=switch, help="heads forget, each at a rate of its own (off)")
+group.add_argument("--subln", action=switch,
+                   help="RMSNorm on the output of each head (on in the differential arms only)")
+group.add_argument("--subln_init", type=number, help="initial weight of that norm (1)")
+group.add_argument("--lambda_init", type=number,
+                   help="a constant (0.8 - 0.6 exp(-0.3 l) in layer l, which counts from 0)")
+# the optimization
+group = parser.add_argument_group("optimization")
+group.add_argument("--batch_size", type=positive_int,
+                   help="sequences per micro-step of one process, at most (preset)")
+group.add_argument("--total_batch", type=positive_int,
+                   help="tokens per step of all processes (toy: those of one micro-step)")
+length = group.add_mutually_exclusive_group()
+length.add_argument("--steps", type=positive_int, help="optimizer steps (toy: 500)")
+length.add_argument("--tokens", type=positive_int, help="tokens, instead of steps (gpt2: 2.8e9)")
+group.add_argument("--lr", type=comma_list(positive_number),
+                   help="peak learning rate, one or a list (preset)")
+group.add_argument("--warmup", type=int_from_0,
+                   help="steps in which the rate rises, before it falls to 0 (preset)")
+group.add_argument("--weight_decay", type=number_from_0, help="AdamW's, on matrices only (0.1)")
+group.add_argument("--grad_clip", type=positive_number, help="largest gradient norm (1)")
+group.add_argument("--seed", type=comma_list(int_from_0),
+                   help="of the first weights and the order of the data, one or a list (1337)")
+# watching and saving
+group = parser.add_argument_group("watching and saving")
+group.add_argument("--eval_every", type=positive_int, help="steps between evaluations (preset)")
+group.add_argument("--eval_tokens", type=positive_int,
+                   help="val tokens per evaluation, at most as many as the run trains on (preset)")
+group.add_argument("--log_every", type=positive_int, help="steps between lines of the log (preset)")
+group.add_argument("--save_every", type=positive_int, help="steps between checkpoints (preset)")
+# the machine
+group = parser.add_argument_group("machine")
+group.add_argument("--device", help="cuda, cuda:1, cpu or mps (cuda where there is one, else cpu)")
+group.add_argument("--dtype", choices=["float32", "bfloat16"],
+                   help="of the matmuls (bfloat16 on cuda, else float32)")
+group.add_argument("--compile", action=switch, help="torch.compile the model (on cuda)")
 
 
 def parse(argv=None):
-    """The arguments of every run that the flags ask for. ValueError for flags that don't fit together."""
-    p = argparse.ArgumentParser(prog="train.py", formatter_class=argparse.RawDescriptionHelpFormatter,
-                                description=__doc__, epilog="\n".join(f"preset {k}: {v}" for k, v in PRESETS.items()))
-    both, default_device = argparse.BooleanOptionalAction, "cuda" if torch.cuda.is_available() else "cpu"
-    g = p.add_argument_group("what is trained, on what")
-    g.add_argument("--attn", type=lambda s: s.split(","), default=["softmax"], help="list of " + ", ".join(ATTENTION))
-    g.add_argument("--preset", choices=PRESETS, help="the defaults below (toy; gpt2 where there are shards and CUDA)")
-    g.add_argument("--data", type=Path, help=f"folder of shards or text file (gpt2: {SHARDS}, toy: Python's manual)")
-    g.add_argument("--out", type=Path, help="folder of the run, or of all runs (out/<attn>-<what is not the preset's>)")
-    g.add_argument("--restart", action="store_true", help="train anew over a folder that holds a run")
-    g = p.add_argument_group("model")
-    g.add_argument("--n_layer", type=count, help="blocks")
-    g.add_argument("--n_head", type=count, help="heads of the softmax model; the differential arms have half")
-    g.add_argument("--n_embd", type=count, help="channels")
-    g.add_argument("--block_size", type=count, help="tokens per sequence")
-    g.add_argument("--rope_theta", type=float, default=10000.0, help="base of the rotary angles, 0: none (10000)")
-    g.add_argument("--flash", action=both, default=True, help="the fast form of the attention, or the map (fast)")
-    g.add_argument("--kernel", choices=["auto", *KERNELS], default="auto", help="what computes the fast form of "
-                   "softmax and diff (auto); beside them, the linear arms ignore it")
-    g.add_argument("--decay", action=both, default=False, help="heads forget (off; sdpa then can't use FlashAttention)")
-    g.add_argument("--subln", action=both, help="RMSNorm on each head's output, and 1 - lambda_init (diff arms only)")
-    g.add_argument("--subln_init", type=float, default=1.0, help="initial weight of that norm (1)")
-    g.add_argument("--lambda_init", type=float, help="a constant instead of 0.8 - 0.6 exp(-0.3 l)")
-    g = p.add_argument_group("optimization")
-    g.add_argument("--batch_size", type=count, help="sequences per micro-step of one process, at most")
-    g.add_argument("--total_batch", type=count, help="tokens per step, of all processes (toy: batch_size x block_size)")
-    length = g.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=count, help="optimizer steps")
-    length.add_argument("--tokens", type=count, help="tokens, instead of steps")
-    g.add_argument("--lr", type=lambda s: [float(x) for x in s.split(",")], help="peak rate, one or a comma list")
-    g.add_argument("--warmup", type=int, help="steps of linear warm-up, before the linear decay to 0")
-    g.add_argument("--weight_decay", type=float, default=0.1, help="AdamW's, on matrices only (0.1)")
-    g.add_argument("--grad_clip", type=float, default=1.0, help="largest gradient norm (1.0)")
-    g.add_argument("--seed", type=lambda s: [int(x) for x in s.split(",")], default=[1337], help="one or a list (1337)")
-    g = p.add_argument_group("watching, saving, the machine")
-    for name, what in dict(eval="evaluations", log="lines of the log", save="checkpoints").items():
-        g.add_argument(f"--{name}_every", type=count, help=f"steps between {what}")
-    g.add_argument("--eval_tokens", type=count, help="val tokens per evaluation, at most what the run trains on")
-    g.add_argument("--device", default=default_device, help="cuda, cuda:1, cpu, … (cuda where there is one)")
-    g.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the matmuls (bfloat16 on cuda)")
-    g.add_argument("--compile", action=both, help="torch.compile (on cuda)")
-    given, _ = p.parse_known_args(argv)
-    # torchrun's processes, and their devices
-    rank, local_rank, world = (int(os.environ.get(*v)) for v in [("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)])
+    """The runs that a command line asks for. ValueError for flags that do not fit together."""
+    flags = parser.parse_args(argv)
+    given = {name: value for name, value in vars(flags).items() if value is not None}
+    rank, world, device = find_process(flags.device)
+
+    # the real run where it can be made, else the toy
+    shards = any((flags.data or SHARDS).glob("*.bin"))
+    preset = flags.preset or ("gpt2" if shards and device.type == "cuda" else "toy")
+    defaults = default_settings(preset, device)
+    settings = defaults | given | dict(preset=preset, rank=rank, world=world, device=device)
+    settings |= fit_sizes(settings, given)
+    return list_runs(settings, given, defaults)
+
+
+def find_process(name):
+    """(number of this process, how many there are, its device). torchrun's environment has it."""
+    rank = int(os.environ.get("RANK", 0))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    world = int(os.environ.get("WORLD_SIZE", 1))
     if not 0 <= rank < world:
-        raise ValueError(f"RANK={rank} does not fit WORLD_SIZE={world}: torchrun sets both, without it unset them")
-    try:
-        if world > 1 and given.device == "cuda":
-            torch.cuda.set_device(local_rank)
-        device = torch.zeros(1, device=given.device).device
-    except (RuntimeError, AssertionError) as e:
-        raise ValueError(f"--device={given.device}: {str(e).splitlines()[0]}") from None
+        raise ValueError(
+            f"RANK={rank} does not fit WORLD_SIZE={world}: torchrun sets both, without it unset them"
+        )
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if world > 1 and name == "cuda":
+        torch.cuda.set_device(local_rank)  # from here on "cuda" is the card of this process
+    return rank, world, open_device(name)
 
-    # the preset fills what no flag says
+
+def default_settings(preset, device):
+    """What each setting is when no flag says it."""
     cuda = device.type == "cuda"
-    name = given.preset or ("gpt2" if cuda and any((given.data or SHARDS).glob("*.bin")) else "toy")
-    preset = PRESETS[name] | dict(preset=name, dtype="bfloat16" if cuda else "float32", compile=cuda)
-    if given.steps or given.tokens:
-        preset |= dict(steps=None, tokens=None)
-    p.set_defaults(**preset | dict(lr=[preset["lr"]], data=SHARDS if name == "gpt2" else None))
-    args = p.parse_args(argv)
-    args.rank, args.world, args.device = rank, world, device
-    if name == "toy" and given.total_batch is None:
-        args.total_batch = args.batch_size * args.block_size
-    least = args.block_size * world
-    if args.total_batch % least:
-        raise ValueError(f"--total_batch={args.total_batch} is not a multiple of {least} (--block_size x processes)")
-    while args.total_batch % (args.batch_size * least):
-        args.batch_size -= 1
-    args.steps = args.steps or math.ceil(args.tokens / args.total_batch)
-    args.tokens = args.steps * args.total_batch
-    runs = []
-    softmax = [attn for attn in args.attn if issubclass(ATTENTION.get(attn, object), Softmax)]
-    for seed, lr, attn in dict.fromkeys(product(args.seed, args.lr, args.attn)):
-        run = vars(args) | dict(seed=seed, lr=lr, attn=attn, vocab_size=None)  # the vocabulary is the data's
-        differs = [f for f in FIELDS[1:] + OPTIMIZER if p.get_default(f) not in (run[f], [run[f]])]
-        run["out"] = (args.out or Path("out")) / "-".join([attn] + [tag(f, run[f]) for f in differs])
-        run["kernel"] = args.kernel if attn in softmax or not softmax else "auto"
-        run["warmup"] = min(args.warmup, args.steps - 1)
-        runs.append(argparse.Namespace(**run))
-    if args.out and len(runs) == 1:
-        runs[0].out = args.out
-    return runs
+    more = dict(
+        vocab_size=None,
+        data=SHARDS if preset == "gpt2" else None,
+        kernel="auto",
+        dtype="bfloat16" if cuda else "float32",
+        compile=cuda,
+    )
+    return asdict(GPTConfig()) | PRESETS[preset] | more
 
 
-def tag(name, value):
+def fit_sizes(settings, given):
+    """The sizes of a micro-step, a step and the run, so that they divide one another."""
+    batch_size = settings["batch_size"]
+    total_batch = settings["total_batch"]
+    if settings["preset"] == "toy" and "total_batch" not in given:
+        total_batch = batch_size * settings["block_size"]
+
+    # all processes get as many sequences, and all sequences are whole
+    least = settings["block_size"] * settings["world"]
+    if total_batch % least != 0:
+        raise ValueError(
+            f"--total_batch={total_batch} is not a multiple of {least} (--block_size x processes)"
+        )
+    while total_batch % (batch_size * least) != 0:
+        batch_size -= 1
+
+    # the preset has steps or tokens, but a flag beats both
+    length = given if "steps" in given or "tokens" in given else settings
+    steps = length["steps"] if "steps" in length else math.ceil(length["tokens"] / total_batch)
+    tokens = steps * total_batch
+    return dict(batch_size=batch_size, total_batch=total_batch, steps=steps, tokens=tokens)
+
+
+def list_runs(settings, given, defaults):
+    """A TrainConfig for each seed, learning rate and arm."""
+    seeds = given.get("seed", [defaults["seed"]])
+    rates = given.get("lr", [defaults["lr"]])
+    arms = given.get("attn", [defaults["attn"]])
+    softmax_arms = [attn for attn in arms if issubclass(ATTENTION[attn], Softmax)]
+    several = len(seeds) * len(rates) * len(arms) > 1
+
+    configs = []
+    for seed, lr, attn in product(seeds, rates, arms):
+        run = settings | dict(seed=seed, lr=lr, attn=attn)
+        if several or "out" not in given:
+            run["out"] = given.get("out", Path("out")) / run_name(run, defaults)
+        if softmax_arms and attn not in softmax_arms:
+            run["kernel"] = "auto"  # a linear arm has none, and is told so only when it is alone
+        run["warmup"] = min(run["warmup"], run["steps"] - 1)  # a short run has to reach its peak
+        configs.append(TrainConfig(**run))
+    return configs
+
+
+def run_name(run, defaults):
+    """The name of a run's folder: its arm, and what differs from the defaults."""
+    parts = [run["attn"]]
+    for name in MODEL_FIELDS + OPTIMIZER_FIELDS:
+        if name != "attn" and run[name] != defaults[name]:
+            parts.append(run_name_part(name, run[name]))
+    return "-".join(parts)
+
+
+def run_name_part(name, value):
     """One part of a run's name, exact to the last digit: nosubln, lr3e-3, n_layer6."""
     if isinstance(value, bool):
         return name if value else f"no{name}"
-    small = isinstance(value, float) and 0 < value < 0.01
-    text = np.format_float_scientific(value, trim="-", exp_digits=1) if small else repr(value)
-    return name + text.removesuffix(".0")
+    if isinstance(value, float) and 0 < value < 0.01:
+        return name + np.format_float_scientific(value, trim="-", exp_digits=1)
+    return name + repr(value).removesuffix(".0")
 
 
-def device_name(device):
-    """What a figure is quoted with: the card's name, or the processor's and the number of threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
-    found = re.search(r"model name\s*: (.*)", cpuinfo)
-    return f"cpu ({found[1] if found else os.uname().machine}), {torch.get_num_threads()} threads"
+# -----------------------------------------------------------------------------
+# the data
 
 
-@lru_cache(maxsize=2)
+class Data(NamedTuple):
+    """What all runs of a command train on."""
+
+    train: Shards
+    val: Shards
+    enc: tiktoken.Encoding
+    about: dict  # goes into the head of each log
+
+
+def open_data(config):
+    """The Data of a config. ValueError if there is not enough of it."""
+    train, val, tokenizer, what = load_data(config.data)
+    T = config.block_size
+    if train.sequences(T) < config.total_batch // T or val.sequences(T) < 1:
+        size = f"{train.tokens:,} + {val.tokens:,} tokens"
+        raise ValueError(f"{what['data']} is too short for a step and an evaluation: {size}")
+    about = what | dict(
+        tokenizer=tokenizer,
+        train_tokens=train.tokens,
+        val_tokens=val.tokens,
+        device_name=device_name(config.device),
+        torch=str(torch.__version__),
+        python=platform.python_version(),
+    )
+    return Data(train, val, get_tokenizer(tokenizer), about)
+
+
+@lru_cache(maxsize=2)  # a batch may reach into the next epoch
 def permutation(n, seed, epoch):
     return np.random.default_rng([seed, epoch]).permutation(n)
 
 
-def sequences(data, numbers, args, vocab_size):
-    """(len(numbers), T + 1) int64 on the device: those sequences of the data."""
-    tokens = torch.from_numpy(np.stack([data.sequence(int(i), args.block_size) for i in numbers]))
-    if tokens.max() >= vocab_size:
-        raise ValueError(f"--data holds token {tokens.max()}, its tokenizer ends below {vocab_size}: make it anew")
-    if args.device.type == "cuda":
-        return tokens.pin_memory().to(args.device, non_blocking=True)  # nobody waits for the copy
-    return tokens
+def load_sequences(data, numbers, config):
+    """These sequences of the data, (len(numbers), T + 1) int64, on the device."""
+    sequences = [data.sequence(int(i), config.block_size) for i in numbers]
+    tokens = torch.from_numpy(np.stack(sequences))
+    if tokens.max() >= config.vocab_size:
+        raise ValueError(
+            f"--data holds token {tokens.max()}, its tokenizer ends below {config.vocab_size}: "
+            "prepare it anew"
+        )
+    if config.device.type == "cuda":
+        return tokens.pin_memory().to(config.device, non_blocking=True)  # nobody waits for the copy
+    return tokens.to(config.device)
 
 
-def batch(train, args, step, micro, vocab_size):
-    """(batch_size, T + 1): shuffled epochs end to end, cut into steps, a step into micro-steps, those into ranks."""
-    n, B = train.sequences(args.block_size), args.batch_size
-    first = step * (args.total_batch // args.block_size) + (micro * args.world + args.rank) * B
-    numbers = [permutation(n, args.seed, g // n)[g % n] for g in range(first, first + B)]
-    return sequences(train, numbers, args, vocab_size)
+def batch(train, config, step, micro_step):
+    """The sequences of a micro-step of this process, (batch_size, T + 1).
+
+    The epochs lie end to end, each shuffled in its own way. They are cut into steps, a step into
+    micro-steps, and a micro-step into one part for each process.
+    """
+    n = train.sequences(config.block_size)
+    first = step * (config.total_batch // config.block_size)
+    first += (micro_step * config.world + config.rank) * config.batch_size
+    numbers = []
+    for i in range(first, first + config.batch_size):
+        order = permutation(n, config.seed, epoch=i // n)
+        numbers.append(order[i % n])
+    return load_sequences(train, numbers, config)
+
+
+# -----------------------------------------------------------------------------
+# evaluation
+
+
+def autocast(config):
+    """Matmuls in bf16 where the config wants that. Weights, norms and sums stay in float32."""
+    return torch.autocast(config.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
 
 
 @torch.no_grad()
-def evaluate(model, val, args, autocast, vocab_size):
-    """The loss in nats of each of val's first sequences, (n,): the same ones for every arm and number of processes."""
-    B, T = args.batch_size, args.block_size
-    n = min(val.sequences(T), max(1, min(args.eval_tokens, args.tokens) // T))
-    losses = torch.zeros(n, device=args.device)
-    for first in range(args.rank * B, n, args.world * B):  # always a whole batch: nothing is compiled for a smaller one
-        tokens = sequences(val, [i % n for i in range(first, first + B)], args, vocab_size)
-        with autocast:
-            logits = model(tokens[:, :-1], tokens[:, 1:])[0]
+def evaluate(model, val, config):
+    """The loss in nats of each of the first sequences of val, (n,), on the device.
+
+    They are the same for each arm, at each step, and with any number of processes.
+    """
+    B = config.batch_size
+    wanted = min(config.eval_tokens, config.tokens)  # a short run shouldn't spend its time here
+    n = min(max(1, wanted // config.block_size), val.sequences(config.block_size))
+    losses = torch.zeros(n, device=config.device)
+    for first in range(config.rank * B, n, config.world * B):
+        # the last batch begins anew to get full, else a smaller one would have to be compiled
+        tokens = load_sequences(val, [i % n for i in range(first, first + B)], config)
+        with autocast(config):
+            logits, _ = model(tokens[:, :-1], tokens[:, 1:])
         for i in range(first, min(first + B, n)):
-            losses[i] = F.cross_entropy(wide(logits[i - first]), tokens[i - first, 1:])
-        del logits  # they are large, and the next ones need room
-    if args.world > 1:
-        dist.all_reduce(losses)
+            losses[i] = F.cross_entropy(upcast(logits[i - first]), tokens[i - first, 1:])
+        del logits  # the largest tensor here. the next ones need its room
+    if config.world > 1:
+        dist.all_reduce(losses)  # a process leaves zeros where the others have been
     return losses
 
 
-def speak(model, enc, args, autocast, max_new_tokens, **how):
-    """What the model makes of PROMPT."""
-    idx = torch.tensor([enc.encode_ordinary(PROMPT)], device=args.device)
-    with autocast:
-        new = [t.item() for t in model.generate(idx, max_new_tokens, **how)]
-    return PROMPT + enc.decode([t for t in new if t != enc.eot_token], errors="replace")
+def sample_text(model, enc, config, max_new_tokens=40):
+    """What the model makes of PROMPT if it takes the likeliest token each time."""
+    idx = torch.tensor([enc.encode_ordinary(PROMPT)], device=config.device)
+    with autocast(config):
+        tokens = [token.item() for token in model.generate(idx, max_new_tokens, temperature=0)]
+    tokens = [token for token in tokens if token != enc.eot_token]
+    return PROMPT + enc.decode(tokens, errors="replace")
 
 
-def learning_rate(step, args):
-    """Of the update that makes `step` updates `step + 1`: linear up to lr, then linear down to 0."""
-    if step < args.warmup:
-        return args.lr * (step + 1) / args.warmup
-    return args.lr * (args.steps - step) / (args.steps - args.warmup)
+# -----------------------------------------------------------------------------
+# optimization
 
 
-def make_optimizer(model, args):
-    """AdamW that decays matrices only (embeddings included)."""
-    decay = [q for q in model.parameters() if q.ndim >= 2]
-    rest = [q for q in model.parameters() if q.ndim < 2]
-    groups = [dict(params=decay, weight_decay=args.weight_decay), dict(params=rest, weight_decay=0.0)]
-    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+def learning_rate(step, config):
+    """The rate of update number step, from 0: in a line up to lr, then in a line down to 0."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    return config.lr * (config.steps - step) / (config.steps - config.warmup)
+
+
+def make_optimizer(model, lr, weight_decay):
+    """AdamW. It decays the matrices, the embedding among them, and no norm and no lambda."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        dict(params=matrices, weight_decay=weight_decay),
+        dict(params=vectors, weight_decay=0.0),
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+
+
+class Update(NamedTuple):
+    """What an optimizer step tells the log."""
+
+    loss: torch.Tensor  # the mean over the micro-steps of this process, before the update
+    grad_norm: torch.Tensor  # before clipping
+    lr: float
+
+
+def training_step(model, optimizer, train, config, step):
+    """Makes update number step, counted from 0."""
+    lr = learning_rate(step, config)
+    for param_group in optimizer.param_groups:
+        param_group["lr"] = lr
+
+    micro_steps = config.total_batch // (config.batch_size * config.block_size * config.world)
+    loss_sum = torch.zeros((), device=config.device)
+    for micro_step in range(micro_steps):
+        if config.world > 1:
+            # the processes need to average their gradients only once, behind the last micro-step.
+            # the official way is a no_sync() context around the others. this is all that it does
+            model.require_backward_grad_sync = micro_step == micro_steps - 1
+        tokens = batch(train, config, step, micro_step)
+        with autocast(config):
+            # we don't keep the logits: they are large, and the backward pass needs the room
+            loss = model(tokens[:, :-1], tokens[:, 1:])[1]
+        (loss / micro_steps).backward()
+        loss_sum += loss.detach()
+
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    # these are still tensors. to make numbers of them we would have to wait for the GPU
+    return Update(loss_sum / micro_steps, grad_norm, lr)
+
+
+def count_flops(config):
+    """FLOPs of the forward and backward pass of one token in a full sequence.
+
+    PyTorch counts those of all matmuls while a copy of the model without numbers runs once. The
+    usual formula, 6N + 12LCT, would not do: it knows softmax attention only, and we want to compare
+    arms. Like that formula we count the masked half of a map as work.
+    """
+    model = GPT(config.model_config(), seed=None)
+    for block in model.blocks:
+        block.attn.kernel = "efficient"  # the one that pads nothing: zeros are no useful work
+    idx = torch.zeros(1, config.block_size, dtype=torch.int64, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        _, loss = model(idx, idx)
+        loss.backward()
+    return counter.get_total_flops() / config.block_size
+
+
+def full_speed(config, name):
+    """The tokens per second at which MFU is 100 %. None for a device whose peak is not in PEAK."""
+    for card, peak in PEAK.items():
+        if card in name:
+            return peak * config.world / count_flops(config)
+    return None
+
+
+# -----------------------------------------------------------------------------
+# the log
+
+
+def print0(*args, **kwargs):
+    """Prints in the first process only, or eight GPUs would say everything eight times."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(*args, **kwargs, flush=True)
 
 
 def read_log(path):
-    """(head, records) of a log.jsonl, without a last line that was cut short. ValueError if it is no log."""
+    """(head, records) of a log.jsonl. A last line that was cut short is left out."""
+    lines = Path(path).read_text().split("\n")[:-1]
     try:
-        head, *records = [json.loads(line) for line in Path(path).read_text().split("\n")[:-1]]
-        head["attn"], [record["step"] for record in records]
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} is not a whole log of train.py") from None
+        head, *records = [json.loads(line) for line in lines]
+        whole = "attn" in head and all("step" in record for record in records)
+    except (ValueError, TypeError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{path} is not a whole log of train.py")
     return head, records
 
 
-def saved_model(args):
-    """The model to go on from, None for a run that begins. ValueError if it is another run's, naming the difference."""
-    if args.restart or not (args.out / "ckpt.pt").exists():
-        return None
-    model, here = GPT.load(args.out / "ckpt.pt", args.device), vars(args)
-    there = model.extra.get("run", {}) | asdict(model.config)
-    different = [f"{k} is {there.get(k)!r} there and {here[k]!r} here" for k in IDENTITY if there.get(k) != here[k]]
-    if different:
-        raise ValueError(f"{args.out} is another run's: {', '.join(different)}. Choose another --out, or --restart it")
-    return model
+def write_log(log_file, record):
+    print(json.dumps(record), file=log_file, flush=True)
 
 
-def train_one(args, train, val, enc, log_file):
-    """One run, from where it stopped. True if it is finished, None if it was stopped, False if it is not finite."""
-    master, ckpt_path = args.rank == 0, args.out / "ckpt.pt"
+def make_head(config, about):
+    """The first line of a log: all that is known before the run begins."""
+    parameters = sum(p.numel() for p in GPT(config.model_config(), seed=None).parameters())
+    head = asdict(config) | about | dict(parameters=parameters, date=time.strftime("%Y-%m-%d"))
+    return json.loads(json.dumps(head, default=str))  # paths and devices turn into their names
+
+
+class Clock(NamedTuple):
+    """From where on the speed is measured."""
+
+    step: int
+    seconds: float
+
+
+def make_record(config, step, update, clock, speed_limit):
+    """The log's line of a step. An evaluation adds to it. At step 0 there is no update yet."""
+    record = dict(step=step, tokens=step * config.total_batch)
+    record |= dict(train_loss=None, lr=None, grad_norm=None, tok_per_s=None, mfu=None)
+    if update is None:
+        return record
+    if config.world > 1:
+        dist.all_reduce(update.loss)
+    # item() waits for the device. the clock is read behind it, so the work in flight counts
+    record["train_loss"] = update.loss.item() / config.world
+    record["lr"] = update.lr
+    record["grad_norm"] = update.grad_norm.item()
+    seconds = time.perf_counter() - clock.seconds
+    record["tok_per_s"] = (step - clock.step) * config.total_batch / seconds
+    if speed_limit is not None:
+        record["mfu"] = record["tok_per_s"] / speed_limit
+    return record
+
+
+def format_record(record, config):
+    """The same line for the screen."""
+    parts = [f"step {record['step']:>5}/{config.steps}"]
+    if record["step"] > 0:
+        left = round((config.tokens - record["tokens"]) / record["tok_per_s"])
+        parts.append(f"train {record['train_loss']:.4f}")
+        parts.append(f"lr {record['lr']:.2e}")
+        parts.append(f"norm {record['grad_norm']:5.2f}")
+        parts.append(f"{record['tok_per_s']:,.0f} tok/s")
+        if record["mfu"] is not None:
+            parts.append(f"MFU {record['mfu']:.1%}")
+        parts.append(f"{timedelta(seconds=left)} left")
+    if "val_loss" in record:
+        parts.append(f"val {record['val_loss']:.4f}")
+        if record["lambda"] is not None:
+            parts.append("lambda " + " ".join(f"{x:.2f}" for x in record["lambda"]))
+        return " | ".join(parts) + f"\n      {record['sample']!r}"
+    return " | ".join(parts)
+
+
+def not_finite(record):
+    """What is not finite in a record, in words. "" if all is well."""
+    floats = {name: value for name, value in record.items() if isinstance(value, float)}
+    return ", ".join(f"{name} {x}" for name, x in floats.items() if not math.isfinite(x))
+
+
+# -----------------------------------------------------------------------------
+# one run
+
+
+class Run(NamedTuple):
+    """What a run works with. The three models share their weights."""
+
+    model: GPT  # is saved, and speaks
+    compiled: torch.nn.Module  # is evaluated. without --compile it is the model itself
+    parallel: torch.nn.Module  # is trained. in a single process it is the same as compiled
+    optimizer: torch.optim.Optimizer
+    resumed: int | None  # the step of the checkpoint that we go on from, if there is one
+
+
+def refuse_another_run(folder, there, here):
+    """ValueError if two heads, of the run in a folder and of ours, are not of the same run."""
+    there = asdict(GPTConfig()) | there  # what an old run doesn't know yet had its default
+    differences = []
+    for name in IDENTITY:
+        if there.get(name) != here[name]:
+            differences.append(f"{name} is {there.get(name)!r} there and {here[name]!r} here")
+    if differences:
+        remedy = "Choose another --out, or --restart it"
+        raise ValueError(f"{folder} is another run's: {', '.join(differences)}. {remedy}")
+
+
+def start_or_resume(config, head):
+    """The Run of a config: from the checkpoint in its folder, if there is one, or from the seed."""
+    path = config.out / "ckpt.pt"
+    resumed = None
+    if path.exists() and not config.restart:
+        model = GPT.load(path, config.device)
+        refuse_another_run(config.out, model.extra.get("run", {}) | asdict(model.config), head)
+        resumed = model.extra["step"]
+    else:
+        model = GPT(config.model_config(), config.seed).to(config.device)
+    for block in model.blocks:
+        block.attn.flash = config.flash  # the checkpoint's may be another, see IDENTITY
+
+    optimizer = make_optimizer(model, config.lr, config.weight_decay)
+    if resumed is not None and resumed < config.steps:  # a finished run needs no optimizer
+        optimizer.load_state_dict(model.extra.pop("optimizer"))
+
     torch.compiler.reset()  # else the runs of a comparison add up to the limit of recompilations
-    raw = saved_model(args)
-    resumed = raw.extra["step"] if raw else None
-    if resumed == args.steps:
-        print(f"{args.out}: finished, {resumed} steps (--restart trains it anew)")
-        return True
-    raw = raw or GPT(GPTConfig(**{f: vars(args)[f] for f in FIELDS}), args.seed).to(args.device)
-    for block in raw.blocks:
-        block.attn.flash = args.flash
-    args.parameters = sum(q.numel() for q in raw.parameters())
-    kernel, why = pick_kernel(raw, args.kernel, getattr(torch, args.dtype))
-    optimizer = make_optimizer(raw, args)
-    if resumed is not None:
-        optimizer.load_state_dict(raw.extra.pop("optimizer"))
-    model = compiled = torch.compile(raw) if args.compile else raw
-    if args.world > 1:  # waits for all processes: everyone has read the folder
-        model = torch.nn.parallel.DistributedDataParallel(compiled)
-    autocast = torch.autocast(args.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-    flops = 6 * args.parameters + 12 * args.n_layer * args.n_embd * args.block_size  # a token, PaLM's appendix B
-    peak = next((PEAK[name] for name in PEAK if name in args.device_name), None)
-    print(f"{args.attn}: {args.parameters / 1e6:.2f} M parameters, seed {args.seed}, {args.steps} steps of "
-          f"{args.total_batch:,} tokens, peak rate {args.lr:g} -> {args.out}")
-    if kernel:
-        print(f"kernel {kernel}" + (f" ({why})" if why else ""))
-    head = json.loads(json.dumps(vars(args), default=str))
-    if master and resumed is None:
-        ckpt_path.unlink(missing_ok=True)
-        log_file.truncate(0)
-        print(json.dumps(head), file=log_file, flush=True)
-    elif master:  # what the log says of steps after the checkpoint comes again
-        print(f"goes on after step {resumed}")
-        kept = 1 + sum(record["step"] <= resumed for record in read_log(log_file.name)[1])
-        lines = Path(log_file.name).read_text().splitlines(keepends=True)
-        log_file.truncate(len("".join(lines[:kept])))
-    step = since = resumed or 0
-    line, train_loss, lr, grad_norm, tok_per_s, mfu = "", None, None, None, None, None  # of step 0
-    micro_steps = args.total_batch // (args.batch_size * args.block_size * args.world)
-    clock = time.perf_counter()
-    while True:
-        stop = torch.tensor(len(STOPPING))
-        if args.world > 1:
-            dist.all_reduce(stop)  # on the CPU, where nobody waits for the device
-        last, new = step == args.steps, step != resumed  # what is not new was logged and saved before
-        evaluated = new and (last or step % args.eval_every == 0)
-        logged = evaluated or (new and step % args.log_every == 0)
-        saved = new and (last or stop > 0 or step % args.save_every == 0)
-        if logged or saved:
-            if step > 0:
-                if args.world > 1:
-                    dist.all_reduce(train_loss)
-                train_loss, grad_norm = (train_loss / micro_steps).item() / args.world, grad_norm.item()
-                tok_per_s = (step - since) * args.total_batch / (time.perf_counter() - clock)
-                mfu = peak and tok_per_s * flops / (peak * args.world)
-                left = timedelta(seconds=round((args.steps - step) * args.total_batch / tok_per_s))
-                line = f" | train {train_loss:.4f} | lr {lr:.2e} | norm {grad_norm:5.2f} | {tok_per_s:,.0f} tok/s"
-                line += (f" | MFU {mfu:.1%}" if mfu else "") + f" | {left} left"
-            record = dict(step=step, tokens=step * args.total_batch, train_loss=train_loss, lr=lr, grad_norm=grad_norm)
-            record |= dict(tok_per_s=tok_per_s, mfu=mfu)
-            if evaluated:
-                val_loss = evaluate(compiled, val, args, autocast, enc.n_vocab).double().mean().item()
-                lambdas = [b.attn.lambda_full().item() for b in raw.blocks if hasattr(b.attn, "lambda_full")]
-                record |= {"val_loss": val_loss, "lambda": lambdas or None}
-                record["sample"] = speak(raw, enc, args, autocast, 40, temperature=0)
-                line += f" | val {val_loss:.4f}" + (" | lambda" if lambdas else "")
-                line += "".join(f" {x:.2f}" for x in lambdas) + f"\n      {record['sample']!r}"
-            bad = ", ".join(f"{k} {v}" for k, v in record.items() if isinstance(v, float) and not math.isfinite(v))
-            if bad:
-                print(json.dumps(dict(step=step, tokens=record["tokens"], not_finite=bad)), file=log_file, flush=True)
-                print(f"{args.out} stops at step {step}: {bad}; the last checkpoint stays, see --lr", file=sys.stderr)
-                return False
-            if logged:
-                print(json.dumps(record), file=log_file, flush=True)
-                print(f"step {step:>5}/{args.steps}{line}", flush=True)
-            if saved and master:
-                os.fsync(log_file.fileno())  # the log is never behind the checkpoint
-                state = None if last else optimizer.state_dict()
-                raw.save(ckpt_path, tokenizer=args.tokenizer, step=step, run=head, optimizer=state)
-            clock, since = time.perf_counter(), step
-        if last:
-            print(f'\nmore of it: python sample.py --ckpt={ckpt_path} --prompt="{PROMPT}"')
-            return True
-        if stop > 0:
-            print(f"stopped after step {step} of {args.steps} and saved: the same command goes on (without --restart)")
-            return None
+    compiled = torch.compile(model) if config.compile else model
+    parallel = compiled
+    if config.world > 1:
+        # this waits for all processes, so all have looked into the folder before one writes there
+        parallel = torch.nn.parallel.DistributedDataParallel(compiled)
+    return Run(model, compiled, parallel, optimizer, resumed)
 
-        lr = learning_rate(step, args)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        train_loss = 0.0
-        for micro in range(micro_steps):
-            if args.world > 1:
-                model.require_backward_grad_sync = micro == micro_steps - 1  # the ranks' mean gradient once a step
-            tokens = batch(train, args, step, micro, enc.n_vocab)
-            with autocast:
-                loss = model(tokens[:, :-1], tokens[:, 1:])[1]  # the logits are let go: they are large
-            (loss / micro_steps).backward()
-            train_loss = train_loss + loss.detach()
-        grad_norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), args.grad_clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+
+def train_run(config, data, log_file):
+    """Trains one run, from where it stopped.
+
+    Returns "finished"; "stopped", if it was told to stop and can go on; or "diverged", if a loss is
+    not finite.
+    """
+    head = make_head(config, data.about)
+    run = start_or_resume(config, head)
+    if run.resumed == config.steps:
+        print0(f"{config.out}: finished, {config.steps} steps (--restart trains it anew)")
+        return "finished"
+
+    size = f"{head['parameters'] / 1e6:.2f} M parameters, seed {config.seed}"
+    work = f"{config.steps} steps of {config.total_batch:,} tokens, peak rate {config.lr:g}"
+    print0(f"{config.attn}: {size}, {work} -> {config.out}")
+    kernel, why = pick_kernel(run.model, config.kernel, getattr(torch, config.dtype))
+    if kernel is not None:
+        print0(f"kernel {kernel}" + (f" ({why})" if why else ""))
+    if run.resumed is not None:
+        print0(f"goes on after step {run.resumed}")
+
+    if config.rank == 0 and run.resumed is None:
+        # the checkpoint goes first: if we are killed here, nothing is left that looks like a run
+        (config.out / "ckpt.pt").unlink(missing_ok=True)
+        log_file.truncate(0)
+        write_log(log_file, head)
+    elif config.rank == 0:
+        # what the log says of steps after the checkpoint comes again
+        _, records = read_log(log_file.name)
+        kept = 1 + sum(record["step"] <= run.resumed for record in records)  # with the head
+        lines = Path(log_file.name).read_bytes().splitlines(keepends=True)
+        log_file.truncate(sum(len(line) for line in lines[:kept]))
+    return train_loop(config, data, run, head, log_file)
+
+
+def train_loop(config, data, run, head, log_file):
+    """The steps of train_run."""
+    speed_limit = full_speed(config, head["device_name"])
+    step = run.resumed or 0
+    update = None
+    clock = Clock(step, time.perf_counter())
+    while True:
+        last = step == config.steps
+        stop = somebody_stops(config)
+        new = step != run.resumed  # what is not new was logged and saved before
+        evaluate_now = new and (last or step % config.eval_every == 0)
+        log_now = new and (evaluate_now or step % config.log_every == 0)
+        save_now = new and (last or stop or step % config.save_every == 0)
+
+        # once in a while: look at the loss. that waits for the GPU, so we don't do it every time
+        record = {}
+        if log_now or save_now:
+            record = make_record(config, step, update, clock, speed_limit)
+
+        # once in a while: evaluate, and let the model speak
+        if evaluate_now:
+            record |= look_at_model(config, data, run)
+
+        # a model that is not finite will not recover, and must not replace the last checkpoint
+        if not_finite(record):
+            give_up(config, record, log_file)
+            return "diverged"
+
+        # once in a while: log
+        if log_now:
+            write_log(log_file, record)
+            print0(format_record(record, config))
+
+        # once in a while: save
+        if save_now and config.rank == 0:
+            save_checkpoint(config, run, step, head, log_file)
+        if log_now or save_now:
+            clock = Clock(step, time.perf_counter())  # all of this was not training
+
+        if last:
+            sample = f'python sample.py --ckpt={config.out / "ckpt.pt"} --prompt="{PROMPT}"'
+            print0(f"\nmore of it: {sample}")
+            return "finished"
+        if stop:
+            same = "the same command goes on (without --restart)"
+            print0(f"stopped after step {step} of {config.steps} and saved: {same}")
+            return "stopped"
+
+        # a single training step
+        update = training_step(run.parallel, run.optimizer, data.train, config, step)
         step += 1
 
 
+def look_at_model(config, data, run):
+    """What an evaluation adds to the record of a step. All processes take part."""
+    losses = evaluate(run.compiled, data.val, config)
+    layers = [block.attn for block in run.model.blocks]
+    lambdas = [layer.lambda_full().item() for layer in layers if hasattr(layer, "lambda_q1")]
+    return {
+        "val_loss": losses.cpu().double().mean().item(),
+        "lambda": lambdas or None,
+        "sample": sample_text(run.model, data.enc, config),
+    }
+
+
+def give_up(config, record, log_file):
+    bad = not_finite(record)
+    write_log(log_file, dict(step=record["step"], tokens=record["tokens"], not_finite=bad))
+    rest = "the last checkpoint stays, see --lr"
+    print0(f"{config.out} stops at step {record['step']}: {bad}; {rest}", file=sys.stderr)
+
+
+def save_checkpoint(config, run, step, head, log_file):
+    os.fsync(log_file.fileno())  # so that the log on the disk is never behind the checkpoint
+    # nobody goes on from a finished run, and the optimizer is twice as large as the model
+    state = run.optimizer.state_dict() if step < config.steps else None
+    path = config.out / "ckpt.pt"
+    run.model.save(path, tokenizer=head["tokenizer"], step=step, run=head, optimizer=state)
+
+
+stop_requested = False  # whether this process got Ctrl-C or SIGTERM
+
+
+def request_stop(number, frame):
+    """A signal handler: finish the step, save and end. A second signal ends the process at once."""
+    global stop_requested
+    stop_requested = True
+    signal.signal(number, signal.SIG_DFL)
+
+
+def somebody_stops(config):
+    """Whether one of the processes was told to stop. Then all of them stop, behind the same step."""
+    if config.world == 1:
+        return stop_requested
+    votes = torch.tensor(int(stop_requested))  # on the CPU, where nobody waits for the GPU
+    dist.all_reduce(votes)
+    return votes.item() > 0
+
+
+# -----------------------------------------------------------------------------
+# all runs of a command
+
+
+def check_run(config, data):
+    """ValueError if a run can't be trained, or if its folder holds another one."""
+    head = make_head(config, data.about)
+    if (config.out / "ckpt.pt").exists() and not config.restart:
+        # we ask the log what the checkpoint is of. it can be gigabytes large, so we read it only
+        # once, when it is its turn
+        there, _ = read_log(config.out / "log.jsonl")
+        refuse_another_run(config.out, there, head)
+
+
+def introduce(config, data):
+    """Says what is going to happen, on what."""
+    about = data.about
+    compiled = "compiled" if config.compile else "eager"
+    print0(f"preset {config.preset}, {about['device_name']}, {config.dtype}, {compiled}, micro-steps "
+           f"of {config.batch_size} x {config.block_size} tokens, processes: {config.world}")
+    print0(f"data: {about['data']}, {data.train.tokens:,} tokens to train on, {data.val.tokens:,} val "
+           f"({about['val']}), tokenizer {about['tokenizer']}")
+    if about["data"] == "pydoc_data.topics":
+        print0("      (Python's own manual. For the real run: a GPU, python prepare_fineweb.py, "
+               "another --out)")
+
+
 def main(argv=None):
-    """True if all runs are finished, None if stopped, False if a loss is not finite. Raises ValueError, OSError."""
-    runs = parse(argv)
-    first, T = runs[0], runs[0].block_size
-    if first.world > 1:
+    """Trains the runs that a command line asks for.
+
+    Returns "finished", "stopped", or "diverged" if at least one run did. Raises ValueError and
+    OSError for what a user can mend.
+    """
+    configs = parse(argv)
+    shared = configs[0]  # the runs have the same data, sizes and device
+    if shared.world > 1:
         dist.init_process_group()
-        sys.stdout = open(os.devnull, "w") if first.rank else sys.stdout  # the first process speaks for all
     torch.set_float32_matmul_precision("high")
-    train, val, tokenizer, what = load_data(first.data)
-    enc = get_tokenizer(tokenizer)
-    if train.sequences(T) < first.total_batch // T or not val.sequences(T):
-        raise ValueError(f"{what['data']} is too short for this: {train.tokens:,} + {val.tokens:,} tokens")
-    about = what | dict(tokenizer=tokenizer, vocab_size=enc.n_vocab, train_tokens=train.tokens, val_tokens=val.tokens)
-    about |= dict(device_name=device_name(first.device), torch=str(torch.__version__), python=sys.version.split()[0])
-    for args in runs:
-        vars(args).update(about, date=time.strftime("%Y-%m-%d"))
-        GPTConfig(**{f: vars(args)[f] for f in FIELDS})  # a wrong one is refused here,
-        saved_model(args)  # like a folder that holds another run: before the first run costs a minute
-    print(f"preset {first.preset}, {about['device_name']}, {first.dtype}, {'compiled' if first.compile else 'eager'}, "
-          f"micro-steps of {first.batch_size} x {T} tokens, processes: {first.world}")
-    print(f"data: {what['data']}, {train.tokens:,} tokens to train on, {val.tokens:,} val, tokenizer {tokenizer}")
-    if what["data"] == "pydoc_data.topics":
-        print("      (Python's own manual. For the real run: a GPU, python prepare_fineweb.py, another --out)")
-    finished = []
-    for args in runs:
-        args.out.mkdir(parents=True, exist_ok=True)
-        with open(args.out / "log.jsonl" if args.rank == 0 else os.devnull, "a") as log_file:
-            if args.rank == 0:
-                lock(log_file, args.out)
-            finished.append(train_one(args, train, val, enc, log_file))
-        if finished[-1] is None:
+    data = open_data(shared)
+    configs = [replace(config, vocab_size=data.enc.n_vocab) for config in configs]
+    for config in configs:
+        check_run(config, data)  # all of them now: nobody likes to be refused hours later
+    introduce(shared, data)
+
+    outcomes = []
+    for config in configs:
+        config.out.mkdir(parents=True, exist_ok=True)
+        # the first process writes for all
+        log_path = config.out / "log.jsonl" if config.rank == 0 else os.devnull
+        with open(log_path, "a", newline="\n") as log_file:
+            if config.rank == 0:
+                lock(log_file, config.out)
+            outcomes.append(train_run(config, data, log_file))
+        if outcomes[-1] == "stopped":
             break
-    if first.world > 1:
+    if shared.world > 1:
         dist.destroy_process_group()
-    if len(runs) > 1:
-        print(f"\ncompare them: python bench.py loss {first.out.parent}")
-    return None if finished[-1] is None else all(finished)
-
-
-def on_signal(number, frame):
-    STOPPING.append(number)
-    signal.signal(number, signal.SIG_DFL)  # the second signal does not wait
+    if len(configs) > 1:
+        print0(f"\ncompare them: python bench.py loss {shared.out.parent}")
+    for worst in ("stopped", "diverged"):
+        if worst in outcomes:
+            return worst
+    return "finished"
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, on_signal)
-    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, request_stop)
+    signal.signal(signal.SIGTERM, request_stop)
     try:
-        sys.exit(1 if main() is False else 0)
+        sys.exit(1 if main() == "diverged" else 0)
     except (ValueError, OSError) as e:
         sys.exit(f"train.py: {e}")
