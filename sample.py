@@ -120,7 +120,6 @@ def main(argv=None):
     path = find_checkpoint(args.ckpt)
     model = load_model(path, device, bf16)
     enc = get_tokenizer(model.extra.get("tokenizer"))
-    print(f"{path}: {model.config.attn}, step {model.extra.get('step')}", file=sys.stderr)
 
     prompt = enc.encode(args.prompt, allowed_special={EOT}) or [enc.eot_token]
     idx = torch.tensor([prompt], device=device).repeat(args.num_samples, 1)
@@ -134,6 +133,7 @@ def main(argv=None):
             # compile now, not while somebody waits. greedy, so that the generator stays untouched
             list(model.generate(idx, 4, temperature=0, step=step))
         steps = model.generate(idx, args.max_new_tokens, step=step, **choose)
+        print(f"{path}: {model.config.attn}, step {model.extra.get('step')}", file=sys.stderr)
         count, first, seconds = print_samples(steps, enc, args.prompt, args.num_samples)
     rate = f"{count} tokens in {seconds:.2f} s: {count / seconds:,.0f} tokens/s"
     print(f"{rate}, first after {first:.3f} s", file=sys.stderr)

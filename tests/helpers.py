@@ -1,0 +1,52 @@
+"""What more than one of the test files needs."""
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+TOP = Path(__file__).parent.parent  # of the repository
+
+# flags of train.py for a run of a second: 24 steps of 4 sequences of 32 bytes
+TOY = [
+    "--device=cpu", "--n_layer=1", "--n_embd=32", "--n_head=2", "--block_size=32", "--batch_size=4",
+    "--steps=24", "--eval_every=8", "--log_every=1", "--save_every=2", "--eval_tokens=256",
+]
+
+
+def contents(folder, pattern="*"):
+    """The bytes of the files in a folder, by name."""
+    return {path.name: path.read_bytes() for path in Path(folder).glob(pattern)}
+
+
+def assert_value_error(says, function, *args, **kwargs):
+    """Calls the function, which has to raise a ValueError whose message matches `says`."""
+    with pytest.raises(ValueError, match=says):
+        function(*args, **kwargs)
+
+
+def complaint(command, monkeypatch, capsys):
+    """What a program says when it refuses a command line like "train.py --lr=x".
+
+    Runs it as a user would. It has to fail with one line that names the program, or with argparse's
+    usage and such a line.
+    """
+    program, *flags = command.split()
+    monkeypatch.setattr(sys, "argv", [program, *flags])
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(signal, "signal", lambda *args: None)  # Ctrl-C must go on to stop the tests
+    with pytest.raises(SystemExit) as error:
+        runpy.run_path(str(TOP / program), run_name="__main__")
+    assert error.value.code not in (0, None), f"{command} was not refused"
+
+    said = capsys.readouterr().err
+    if isinstance(error.value.code, str):
+        said += error.value.code  # Python prints this as it ends
+    lines = said.strip().splitlines()
+    if lines[0].startswith("usage: "):
+        del lines[0]
+    assert len(lines) == 1, f"{command} is refused in more than one line:\n{said}"
+    assert lines[0].startswith(f"{program}: "), f"{command} is refused in an unusual way:\n{said}"
+    return lines[0]
