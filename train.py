@@ -129,39 +129,43 @@ class TrainConfig:
 # the types of the flags. argparse puts the flag's name before what they say of a wrong value
 
 
-def number(text, least=-math.inf):
+def wrong(text, right):
+    return argparse.ArgumentTypeError(f"{text!r} is not {right}")
+
+
+def number(text):
     """A finite number."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and value >= least):
-        range_ = "" if least == -math.inf else f" from {least} on"
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number{range_}, like 0.5 or 1e-3")
+    if not math.isfinite(value):
+        raise wrong(text, "a finite number, like 0.5 or 1e-3")
+    return value
+
+
+def positive_number(text):
+    value = number(text)
+    if value <= 0:
+        raise wrong(text, "a number above 0, like 0.5 or 1e-3")
     return value
 
 
 def number_from_0(text):
-    return number(text, least=0)
-
-
-def positive_number(text):
-    value = number(text, least=0)
-    if value == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, like 0.5 or 1e-3")
+    value = number(text)
+    if value < 0:
+        raise wrong(text, "a number from 0 on, like 0.5 or 1e-3")
     return value
 
 
 def whole_number(text, least):
-    """A whole number, also in the form 1e9."""
+    """A whole number, which may be written as 1e9."""
     try:
-        value = int(text)  # all digits of a long seed, which would not fit into a float
+        value = int(text)  # with all digits of a long seed, for which a float has no room
     except ValueError:
         value = number(text)
     if value < least or value != int(value):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a whole number from {least} on, like 12 or 1e9"
-        )
+        raise wrong(text, f"a whole number from {least} on, like 12 or 1e9")
     return int(value)
 
 
@@ -175,7 +179,7 @@ def positive_int(text):
 
 def arm(text):
     if text not in ATTENTION:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(ATTENTION)}")
+        raise wrong(text, f"one of {', '.join(ATTENTION)}")
     return text
 
 
@@ -205,7 +209,7 @@ group = parser.add_argument_group("what is trained, on what")
 group.add_argument("--attn", type=comma_list(arm),
                    help=f"one or a list of {', '.join(ATTENTION)} (softmax)")
 group.add_argument("--preset", choices=PRESETS,
-                   help="defaults of the other flags (gpt2 where there are shards and CUDA, else toy)")
+                   help="defaults of the flags (gpt2 where there are shards and CUDA, else toy)")
 group.add_argument("--data", type=Path,
                    help=f"folder of shards or text file (gpt2: {SHARDS}, toy: Python's manual)")
 group.add_argument("--out", type=Path,
@@ -222,7 +226,7 @@ group.add_argument("--block_size", type=positive_int, help="tokens per sequence 
 group.add_argument("--mlp_width", type=positive_int, help="channels in the MLP (8/3 n_embd)")
 group.add_argument("--rope_theta", type=number_from_0,
                    help="base of the rotary angles, 0 for no positions at all (10000)")
-group.add_argument("--flash", action=switch, help="the fast form of the attention, or the map (fast)")
+group.add_argument("--flash", action=switch, help="attention in its fast form, or as a map (fast)")
 group.add_argument("--kernel", choices=["auto", *KERNELS],
                    help="what computes the fast form of softmax and diff (auto); in a list with "
                         "these, the linear arms ignore it")
@@ -285,9 +289,8 @@ def find_process(name):
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     world = int(os.environ.get("WORLD_SIZE", 1))
     if not 0 <= rank < world:
-        raise ValueError(
-            f"RANK={rank} does not fit WORLD_SIZE={world}: torchrun sets both, without it unset them"
-        )
+        remedy = "torchrun sets both, without it unset them"
+        raise ValueError(f"RANK={rank} does not fit WORLD_SIZE={world}: {remedy}")
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     if world > 1 and name == "cuda":
         torch.cuda.set_device(local_rank)  # from here on "cuda" is the card of this process
@@ -317,9 +320,8 @@ def fit_sizes(settings, given):
     # all processes get as many sequences, and all sequences are whole
     least = settings["block_size"] * settings["world"]
     if total_batch % least != 0:
-        raise ValueError(
-            f"--total_batch={total_batch} is not a multiple of {least} (--block_size x processes)"
-        )
+        least = f"{least} (--block_size x processes)"
+        raise ValueError(f"--total_batch={total_batch} is not a multiple of {least}")
     while total_batch % (batch_size * least) != 0:
         batch_size -= 1
 
@@ -409,10 +411,8 @@ def load_sequences(data, numbers, config):
     sequences = [data.sequence(int(i), config.block_size) for i in numbers]
     tokens = torch.from_numpy(np.stack(sequences))
     if tokens.max() >= config.vocab_size:
-        raise ValueError(
-            f"--data holds token {tokens.max()}, its tokenizer ends below {config.vocab_size}: "
-            "prepare it anew"
-        )
+        problem = f"token {tokens.max()}, its tokenizer ends below {config.vocab_size}"
+        raise ValueError(f"--data holds {problem}: prepare it anew")
     if config.device.type == "cuda":
         return tokens.pin_memory().to(config.device, non_blocking=True)  # nobody waits for the copy
     return tokens.to(config.device)
@@ -445,9 +445,9 @@ def autocast(config):
 
 @torch.no_grad()
 def evaluate(model, val, config):
-    """The loss in nats of each of the first sequences of val, (n,), on the device.
+    """The mean loss in nats of the first sequences of val.
 
-    They are the same for each arm, at each step, and with any number of processes.
+    They are the same ones for each arm, at each step, and with any number of processes.
     """
     B = config.batch_size
     wanted = min(config.eval_tokens, config.tokens)  # a short run shouldn't spend its time here
@@ -463,7 +463,13 @@ def evaluate(model, val, config):
         del logits  # the largest tensor here. the next ones need its room
     if config.world > 1:
         dist.all_reduce(losses)  # a process leaves zeros where the others have been
-    return losses
+    return losses.cpu().double().mean().item()
+
+
+def get_lambdas(model):
+    """The lambda of each layer. None for the arms with one map."""
+    layers = [block.attn for block in model.blocks if hasattr(block.attn, "lambda_q1")]
+    return [layer.lambda_full().item() for layer in layers] or None
 
 
 def sample_text(model, enc, config, max_new_tokens=40):
@@ -553,7 +559,10 @@ def full_speed(config, name):
     """The tokens per second at which MFU is 100 %. None for a device whose peak is not in PEAK."""
     for card, peak in PEAK.items():
         if card in name:
-            return peak * config.world / count_flops(config)
+            try:
+                return peak * config.world / count_flops(config)
+            except RuntimeError:
+                break  # an arm from another file that can't do without numbers
     return None
 
 
@@ -571,7 +580,7 @@ def read_log(path):
     """(head, records) of a log.jsonl. A last line that was cut short is left out."""
     lines = Path(path).read_text().split("\n")[:-1]
     try:
-        head, *records = [json.loads(line) for line in lines]
+        head, *records = map(json.loads, lines)
         whole = "attn" in head and all("step" in record for record in records)
     except (ValueError, TypeError):
         whole = False
@@ -655,6 +664,7 @@ class Run(NamedTuple):
     parallel: torch.nn.Module  # is trained. in a single process it is the same as compiled
     optimizer: torch.optim.Optimizer
     resumed: int | None  # the step of the checkpoint that we go on from, if there is one
+    head: dict  # the first line of the log
 
 
 def refuse_another_run(folder, there, here):
@@ -669,8 +679,9 @@ def refuse_another_run(folder, there, here):
         raise ValueError(f"{folder} is another run's: {', '.join(differences)}. {remedy}")
 
 
-def start_or_resume(config, head):
+def start_or_resume(config, data):
     """The Run of a config: from the checkpoint in its folder, if there is one, or from the seed."""
+    head = make_head(config, data.about)
     path = config.out / "ckpt.pt"
     resumed = None
     if path.exists() and not config.restart:
@@ -692,7 +703,7 @@ def start_or_resume(config, head):
     if config.world > 1:
         # this waits for all processes, so all have looked into the folder before one writes there
         parallel = torch.nn.parallel.DistributedDataParallel(compiled)
-    return Run(model, compiled, parallel, optimizer, resumed)
+    return Run(model, compiled, parallel, optimizer, resumed, head)
 
 
 def train_run(config, data, log_file):
@@ -701,13 +712,12 @@ def train_run(config, data, log_file):
     Returns "finished"; "stopped", if it was told to stop and can go on; or "diverged", if a loss is
     not finite.
     """
-    head = make_head(config, data.about)
-    run = start_or_resume(config, head)
+    run = start_or_resume(config, data)
     if run.resumed == config.steps:
         print0(f"{config.out}: finished, {config.steps} steps (--restart trains it anew)")
         return "finished"
 
-    size = f"{head['parameters'] / 1e6:.2f} M parameters, seed {config.seed}"
+    size = f"{run.head['parameters'] / 1e6:.2f} M parameters, seed {config.seed}"
     work = f"{config.steps} steps of {config.total_batch:,} tokens, peak rate {config.lr:g}"
     print0(f"{config.attn}: {size}, {work} -> {config.out}")
     kernel, why = pick_kernel(run.model, config.kernel, getattr(torch, config.dtype))
@@ -720,25 +730,32 @@ def train_run(config, data, log_file):
         # the checkpoint goes first: if we are killed here, nothing is left that looks like a run
         (config.out / "ckpt.pt").unlink(missing_ok=True)
         log_file.truncate(0)
-        write_log(log_file, head)
+        write_log(log_file, run.head)
     elif config.rank == 0:
         # what the log says of steps after the checkpoint comes again
         _, records = read_log(log_file.name)
         kept = 1 + sum(record["step"] <= run.resumed for record in records)  # with the head
         lines = Path(log_file.name).read_bytes().splitlines(keepends=True)
         log_file.truncate(sum(len(line) for line in lines[:kept]))
-    return train_loop(config, data, run, head, log_file)
+
+    outcome = train_loop(config, data, run, log_file)
+    if outcome == "finished":
+        path = config.out / "ckpt.pt"
+        print0(f'\nmore of it: python sample.py --ckpt={path} --prompt="{PROMPT}"')
+    if outcome == "stopped" and config.restart:
+        print0("      but without --restart, or it begins anew")
+    return outcome
 
 
-def train_loop(config, data, run, head, log_file):
+def train_loop(config, data, run, log_file):
     """The steps of train_run."""
-    speed_limit = full_speed(config, head["device_name"])
+    speed_limit = full_speed(config, run.head["device_name"])
     step = run.resumed or 0
     update = None
     clock = Clock(step, time.perf_counter())
     while True:
         last = step == config.steps
-        stop = somebody_stops(config)
+        stop = somebody_stops(config)  # by Ctrl-C or SIGTERM
         new = step != run.resumed  # what is not new was logged and saved before
         evaluate_now = new and (last or step % config.eval_every == 0)
         log_now = new and (evaluate_now or step % config.log_every == 0)
@@ -751,9 +768,11 @@ def train_loop(config, data, run, head, log_file):
 
         # once in a while: evaluate, and let the model speak
         if evaluate_now:
-            record |= look_at_model(config, data, run)
+            record["val_loss"] = evaluate(run.compiled, data.val, config)
+            record["lambda"] = get_lambdas(run.model)
+            record["sample"] = sample_text(run.model, data.enc, config)
 
-        # a model that is not finite will not recover, and must not replace the last checkpoint
+        # a model that is not finite does not recover, and must not replace the last checkpoint
         if not_finite(record):
             give_up(config, record, log_file)
             return "diverged"
@@ -765,34 +784,19 @@ def train_loop(config, data, run, head, log_file):
 
         # once in a while: save
         if save_now and config.rank == 0:
-            save_checkpoint(config, run, step, head, log_file)
+            save_checkpoint(config, run, step, log_file)
         if log_now or save_now:
             clock = Clock(step, time.perf_counter())  # all of this was not training
 
         if last:
-            sample = f'python sample.py --ckpt={config.out / "ckpt.pt"} --prompt="{PROMPT}"'
-            print0(f"\nmore of it: {sample}")
             return "finished"
         if stop:
-            same = "the same command goes on (without --restart)"
-            print0(f"stopped after step {step} of {config.steps} and saved: {same}")
+            print0(f"stopped after step {step} of {config.steps}: the same command goes on")
             return "stopped"
 
         # a single training step
         update = training_step(run.parallel, run.optimizer, data.train, config, step)
         step += 1
-
-
-def look_at_model(config, data, run):
-    """What an evaluation adds to the record of a step. All processes take part."""
-    losses = evaluate(run.compiled, data.val, config)
-    layers = [block.attn for block in run.model.blocks]
-    lambdas = [layer.lambda_full().item() for layer in layers if hasattr(layer, "lambda_q1")]
-    return {
-        "val_loss": losses.cpu().double().mean().item(),
-        "lambda": lambdas or None,
-        "sample": sample_text(run.model, data.enc, config),
-    }
 
 
 def give_up(config, record, log_file):
@@ -802,12 +806,12 @@ def give_up(config, record, log_file):
     print0(f"{config.out} stops at step {record['step']}: {bad}; {rest}", file=sys.stderr)
 
 
-def save_checkpoint(config, run, step, head, log_file):
+def save_checkpoint(config, run, step, log_file):
     os.fsync(log_file.fileno())  # so that the log on the disk is never behind the checkpoint
     # nobody goes on from a finished run, and the optimizer is twice as large as the model
     state = run.optimizer.state_dict() if step < config.steps else None
-    path = config.out / "ckpt.pt"
-    run.model.save(path, tokenizer=head["tokenizer"], step=step, run=head, optimizer=state)
+    more = dict(tokenizer=run.head["tokenizer"], step=step, run=run.head, optimizer=state)
+    run.model.save(config.out / "ckpt.pt", **more)
 
 
 stop_requested = False  # whether this process got Ctrl-C or SIGTERM
@@ -845,15 +849,16 @@ def check_run(config, data):
 
 def introduce(config, data):
     """Says what is going to happen, on what."""
-    about = data.about
-    compiled = "compiled" if config.compile else "eager"
-    print0(f"preset {config.preset}, {about['device_name']}, {config.dtype}, {compiled}, micro-steps "
-           f"of {config.batch_size} x {config.block_size} tokens, processes: {config.world}")
-    print0(f"data: {about['data']}, {data.train.tokens:,} tokens to train on, {data.val.tokens:,} val "
-           f"({about['val']}), tokenizer {about['tokenizer']}")
-    if about["data"] == "pydoc_data.topics":
-        print0("      (Python's own manual. For the real run: a GPU, python prepare_fineweb.py, "
-               "another --out)")
+    device = f"{data.about['device_name']}, {config.dtype}"
+    if config.compile:
+        device += ", compiled"
+    sizes = f"micro-steps of {config.batch_size} x {config.block_size} tokens"
+    print0(f"preset {config.preset}, {device}, {sizes}, processes: {config.world}")
+    splits = f"{data.train.tokens:,} tokens to train on, {data.val.tokens:,} val"
+    print0(f"data: {data.about['data']}, {splits}, tokenizer {data.about['tokenizer']}")
+    print0(f"      val is {data.about['val']}")
+    if data.about["data"] == "pydoc_data.topics":
+        print0("      this is Python's own manual. The real run needs a GPU and prepare_fineweb.py")
 
 
 def main(argv=None):

@@ -50,7 +50,7 @@ def first_tokens(data, config, steps):
 
 
 def test_an_epoch_has_every_sequence_once_in_an_order_of_its_own():
-    data = Shards([np.arange(1001, dtype="<u2")])  # 100 sequences of 10, the first tokens are 0, 10, ...
+    data = Shards([np.arange(1001, dtype="<u2")])  # 100 sequences, which begin with 0, 10, 20, ...
     orders = []
     for seed in (1, 2):
         flags = ["--block_size=10", "--batch_size=4", "--total_batch=40", f"--seed={seed}"]
@@ -89,7 +89,8 @@ def test_the_rate_goes_up_to_its_peak_and_down_to_0():
 
 def test_presets_fill_in_what_no_flag_says():
     toy = one_run()
-    assert (toy.preset, toy.steps, toy.total_batch, toy.lr, toy.data) == ("toy", 500, 2048, 2e-3, None)
+    assert (toy.preset, toy.steps, toy.total_batch, toy.lr) == ("toy", 500, 2048, 2e-3)
+    assert toy.data is None
     gpt2 = one_run("--preset=gpt2")
     assert (gpt2.n_layer, gpt2.block_size, str(gpt2.data)) == (12, 1024, "data/fineweb_edu")
     assert gpt2.steps == 5341  # 2.8e9 tokens, 524,288 a step
@@ -144,7 +145,7 @@ def test_processes_share_the_tokens_of_a_step(monkeypatch):
 
 
 @pytest.mark.parametrize("command, says", [
-    ("train.py --attn=softmax,cosine", "--attn: 'cosine' is none of softmax, diff, linear, diff_linear"),
+    ("train.py --attn=softmax,cosine", "--attn: 'cosine' is not one of softmax, diff, linear"),
     ("train.py --n_layer=1.9", "--n_layer: '1.9' is not a whole number from 1 on, like 12 or 1e9"),
     ("train.py --n_layer=x", "--n_layer: 'x' is not a"),
     ("train.py --steps=0", "--steps: '0' is not a whole number from 1 on"),
@@ -152,18 +153,18 @@ def test_processes_share_the_tokens_of_a_step(monkeypatch):
     ("train.py --warmup=-5", "--warmup: '-5' is not a whole number from 0 on"),
     ("train.py --seed=-1", "--seed: '-1' is not a whole number from 0 on"),
     ("train.py --seed=1,", "--seed: '' is not a"),
-    ("train.py --lr=", "--lr: '' is not a number from 0 on, like 0.5 or 1e-3"),
+    ("train.py --lr=", "--lr: '' is not a finite number, like 0.5 or 1e-3"),
     ("train.py --lr=0", "--lr: '0' is not a number above 0"),
-    ("train.py --lr=1e-3,inf", "--lr: 'inf' is not a number"),
-    ("train.py --subln_init=nan", "--subln_init: 'nan' is not a number"),
+    ("train.py --lr=1e-3,inf", "--lr: 'inf' is not a finite number"),
+    ("train.py --subln_init=nan", "--subln_init: 'nan' is not a finite number"),
     ("train.py --dec", "unrecognized arguments: --dec"),
     ("train.py --steps=3 --tokens=3", "--tokens: not allowed with argument --steps"),
     ("train.py --total_batch=3000", "--total_batch=3000 is not a multiple of 256"),
-    ("train.py --attn=softmax,diff --n_head=3", "n_embd=128 must be a multiple of 2 n_head=6"),
+    ("train.py --attn=softmax,diff --n_head=3", "n_embd must be a multiple of 6, not 128"),
     ("train.py --attn=softmax,diff --n_head=1", "n_head must be even for diff"),
     ("train.py --kernel=sdpa --no-flash", "kernel sdpa would not be used"),
     ("train.py --device=tpu9", "--device=tpu9: "),
-    ("train.py --data=short.txt", "short.txt is too short for a step and an evaluation: 9 + 1 tokens"),
+    ("train.py --data=short.txt", "short.txt is too short for a step and an evaluation: 9 + 1"),
     ("train.py --data=nothing.txt", "No such file or directory: 'nothing.txt'"),
     ("train.py --data=cut", "x_train_0.bin is cut"),
     ("train.py --data=far", "--data holds token 300, its tokenizer ends below 257"),
@@ -214,7 +215,8 @@ def test_a_run_writes_a_log_and_learns(story, capsys):
     head, records = train.read_log("run/log.jsonl")
 
     assert (head["attn"], head["n_layer"], head["tokenizer"]) == ("diff", 1, "bytes")
-    assert (head["torch"], head["data"], head["val"]) == (torch.__version__, "story.txt", "the last tenth")
+    assert (head["data"], head["val"]) == ("story.txt", "the last tenth")
+    assert head["torch"] == torch.__version__
     assert head["parameters"] == sum(p.numel() for p in GPT.load("run/ckpt.pt").parameters())
 
     tokens = 4 * 32  # a step
@@ -236,7 +238,7 @@ def test_a_run_writes_a_log_and_learns(story, capsys):
 
 def test_the_losses_of_the_log_are_those_of_the_model(story):
     train_to_the_end([*TOY, "--steps=2", story, "--out=run"])
-    (last,) = [record for record in train.read_log("run/log.jsonl")[1] if record["step"] == 2]
+    last = train.read_log("run/log.jsonl")[1][-1]
     config = one_run(*TOY, "--steps=2", story)
     data = train.open_data(config)
     config.vocab_size = 257
@@ -307,7 +309,7 @@ def test_sample_prints_whole_characters_and_stops_at_the_end_of_a_text(story, mo
     capsys.readouterr()
     rows = [
         [*"é🙂".encode(), 256, *b"no"],
-        [*b"ab", 256, *b"not this"[:6]],
+        [*b"ab", 256, *b"no no!"],
     ]
     monkeypatch.setattr(GPT, "generate", lambda *args, **kwargs: iter(torch.tensor(rows).T))
     written = []
@@ -402,9 +404,17 @@ def test_killed_anywhere_a_run_ends_in_the_same_bits(arm):
     flags = [*TOY, *arm.split(), "--out=cut"]
     # a save is an fsync of the log, one of the checkpoint, and a replace. the first save is that of
     # step 0, and a run that goes on has no such one
-    writes = [("os.fsync", 1), ("os.replace", 1), ("os.fsync", 2), ("os.fsync", 3), ("os.replace", 2)]
-    steps = [("train.training_step", 2), ("train.training_step", 5), ("train.training_step", 3)]
-    for place in [*writes, ("os.fsync", 6), *steps]:
+    for place in [
+        ("os.fsync", 1),
+        ("os.replace", 1),
+        ("os.fsync", 2),
+        ("os.fsync", 3),
+        ("os.replace", 2),
+        ("os.fsync", 6),
+        ("train.training_step", 2),
+        ("train.training_step", 5),
+        ("train.training_step", 3),
+    ]:
         train_in_child(flags, kill_before=place)
     assert 0 < done_steps("cut") < 24
     train_in_child(flags)
@@ -558,7 +568,8 @@ def test_a_comparison_goes_on_where_it_stopped(monkeypatch, capfd):
 
 
 def test_all_runs_are_checked_before_the_first_one():
-    assert_value_error("n_head must be even", train.main, [*TOY, "--attn=softmax,diff", "--n_head=1"])
+    one_head = [*TOY, "--attn=softmax,diff", "--n_head=1"]
+    assert_value_error("n_head must be even", train.main, one_head)
     flags = [*TOY, "--steps=2", "--attn=diff", "--lr=1e-3"]
     train_to_the_end([*flags, "--n_embd=64", "--out=out/diff-of-another-size"])
     Path("out/diff-of-another-size").rename(train.parse(flags)[0].out)
