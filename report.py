@@ -1,0 +1,406 @@
+"""
+Publishes a result, its tables and its figure together, and does the statistics over seeds for it.
+
+    runs = pd.DataFrame(rows)                               # a row for each run: arm, seed, loss
+    table = over_seeds(runs, by=["arm"], values=["loss"])   # a row for each arm, with 95 % intervals
+    figure, (ax,) = new_figure()
+    dot_plot(ax, runs, "loss", row="arm")
+    ax.set(xlabel="val loss, nats per byte")
+    add_title(figure, "The difference gains nothing")
+    publish(Path("out"), "toy", conditions(device), {"Val loss by arm": table}, figure, runs)
+"""
+import itertools
+import json
+import math
+import platform
+import re
+import shlex
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+# Okabe and Ito's colours, which every kind of eye can tell apart. Dashed is a difference of two maps.
+STYLE = {
+    "softmax": dict(color="#0072B2", linestyle="-"),
+    "diff": dict(color="#D55E00", linestyle="--"),
+    "linear": dict(color="#009E73", linestyle="-"),
+    "diff_linear": dict(color="#CC79A7", linestyle="--"),
+}
+OTHER_COLORS = ["#000000", "#E69F00", "#56B4E9", "#777777"]  # for what is not one of the four
+MARKERS = ["o", "s", "^", "D", "v", "X"]
+
+# large letters and few lines, so that a figure can still be read at half its size
+LOOK = {
+    "font.size": 13,
+    "axes.titlesize": 14,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#E6E6E6",
+    "savefig.dpi": 150,
+}
+
+
+class MeanError(NamedTuple):
+    """A mean or a median with what stands behind its ±. The table's caption says which error it is.
+
+    MeanError(1.25, 0.01) is shown as "1.250 ± 0.010", and without an error (NaN) as "1.250".
+    """
+
+    mean: float
+    error: float
+
+
+# statistics
+
+
+def pooled_sd(df, value, by):
+    """The standard deviation of a run around the mean of its group, and its degrees of freedom.
+
+    Rows that agree in the columns `by` are a group. The squared distances of all groups are added up
+    and divided by the sum of the groups' n - 1. Rows without a value are left out. The standard
+    deviation is NaN where no group has two runs.
+
+        df = pd.DataFrame(dict(arm=["a", "a", "b", "b"], loss=[1.0, 3.0, 5.0, 5.0]))
+        pooled_sd(df, "loss", by=["arm"])       # (1.0, 2): (1 + 1 + 0 + 0) / (1 + 1)
+    """
+    df = df.dropna(subset=[value])
+    groups = df.groupby(by, dropna=False)[value]
+    dof = len(df) - groups.ngroups
+    if dof == 0:
+        return math.nan, 0
+    distance = df[value] - groups.transform("mean")
+    return math.sqrt((distance**2).sum() / dof), dof
+
+
+def half_width(sd, dof, *counts):
+    """Half of a 95 % interval (Student's t) of a mean of n runs, or of the difference of two means.
+
+        half_width(0.01, 12, 3)         # of a mean of 3 runs: 2.18 * 0.01 * sqrt(1/3) = 0.0126
+        half_width(0.01, 12, 3, 5)      # of a difference: 2.18 * 0.01 * sqrt(1/3 + 1/5) = 0.0159
+    """
+    from scipy import stats
+
+    if dof == 0 or 0 in counts:
+        return math.nan
+    standard_error = sd * math.sqrt(sum(1 / n for n in counts))
+    return float(stats.t.ppf(0.975, dof) * standard_error)
+
+
+def mean_interval(values, sd, dof):
+    """The 95 % interval of a mean, as MeanError(mean, half of the interval's width).
+
+        mean_interval([1.0, 3.0], sd=1.0, dof=2)    # MeanError(2.0, 3.04)
+    """
+    values = np.asarray(values, dtype=float)
+    return MeanError(float(values.mean()), half_width(sd, dof, len(values)))
+
+
+def difference(a, b, sd, dof):
+    """The 95 % interval of mean(a) - mean(b), as MeanError(difference, half of the interval's width).
+
+    a and b are the runs of two groups, not paired: arms that share a seed share their first weights
+    and their data, and yet pairing them took nothing off the noise. sd and dof are pooled_sd's.
+
+        difference([2.0, 4.0], [1.0, 3.0], sd=1.0, dof=2)   # MeanError(1.0, 4.30)
+    """
+    mean = float(np.mean(a) - np.mean(b))
+    return MeanError(mean, half_width(sd, dof, len(a), len(b)))
+
+
+def over_seeds(df, by, values):
+    """A row for each group of the columns `by`: its number of runs n, and the mean of each column of
+    `values` with a 95 % interval from the standard deviation that is pooled over all groups.
+
+        over_seeds(runs, by=["arm", "decay"], values=["loss"])      # columns arm, decay, n, loss
+    """
+    import pandas as pd
+
+    pooled = {value: pooled_sd(df, value, by) for value in values}
+    rows = []
+    for key, group in df.groupby(by, sort=False, dropna=False):
+        row = dict(zip(by, key))
+        row["n"] = len(group)
+        for value in values:
+            found = group[value].dropna()
+            row[value] = mean_interval(found, *pooled[value]) if len(found) else None
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+# conditions and files
+
+
+def device_name(device):
+    """What a figure is quoted with: the card's name, or the processor's and the number of threads.
+
+        device_name(torch.device("cpu"))    # "cpu (Intel(R) Xeon(R) Processor), 2 threads"
+    """
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return str(device)
+    name = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():  # on Linux, where platform does not know the model
+        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        if found:
+            name = found[1]
+    return f"cpu ({name}), {torch.get_num_threads()} threads"
+
+
+def conditions(device, **more):
+    """What every figure is quoted with: the machine, PyTorch's version, the date, and `more`.
+
+        conditions(torch.device("cpu"), steps=500, seeds="3 to 7")
+    """
+    import torch
+
+    about = dict(device=device_name(device), torch=str(torch.__version__))
+    about["date"] = time.strftime("%Y-%m-%d")
+    return about | more
+
+
+def check_can_publish(out):
+    """Fails now, and not after hours of work, if publish would: OSError if the folder `out` can't be
+    written to, ImportError if a library is missing.
+
+        check_can_publish(args.out)     # the first line of a main()
+    """
+    import matplotlib  # noqa: F401
+    import pandas  # noqa: F401
+    import scipy  # noqa: F401
+
+    out.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=out).close()
+
+
+def format_cell(x):
+    """A cell of a Markdown table. None and NaN are a dash.
+
+        format_cell(MeanError(0.0314, 0.01)), format_cell(12345.6)      # "0.031 ± 0.010", "12,346"
+    """
+    if isinstance(x, MeanError):
+        digits = 0 if abs(x.mean) >= 1000 else 3
+        known = [f"{value:,.{digits}f}" for value in x if not math.isnan(value)]
+        return " ± ".join(known) or "–"
+    if x is None or x != x:
+        return "–"
+    if isinstance(x, bool):
+        return "yes" if x else "no"
+    if isinstance(x, int):
+        return f"{x:,}"
+    if isinstance(x, float):
+        return f"{x:,.0f}" if 1000 <= abs(x) < math.inf else f"{x:.4g}"
+    return str(x).replace("|", "\\|")
+
+
+def to_markdown(df):
+    """A data frame as a Markdown table, without its index."""
+    rows = [list(df.columns), ["---"] * df.shape[1]]
+    for record in df.to_dict("records"):
+        rows.append([format_cell(x) for x in record.values()])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def to_plain(x):
+    """A cell as JSON holds it: a MeanError by name, null for what is not a number."""
+    if isinstance(x, MeanError):
+        return {"mean": to_plain(x.mean), "error": to_plain(x.error)}
+    if isinstance(x, np.generic):
+        x = x.item()
+    if isinstance(x, float) and not math.isfinite(x):
+        return None
+    return x
+
+
+def to_records(df):
+    """A data frame as a list of plain dicts, one for each row."""
+    records = []
+    for record in df.to_dict("records"):
+        records.append({column: to_plain(x) for column, x in record.items()})
+    return records
+
+
+def publish(out, name, about, tables, figure, runs=None):
+    """Prints the tables and writes them to the folder `out` as <name>.md, .json and .png.
+
+    about: the conditions, a dict. tables: a dict of captions and data frames. figure: matplotlib's.
+    runs: a data frame with a row for each run (or each timing) behind the tables. It goes into the
+    JSON only, so that everything in the tables can be computed again.
+
+        publish(Path("out"), "toy", conditions(device), {"Val loss by arm": table}, figure, runs)
+    """
+    about = about | dict(command=shlex.join(["python", *sys.orig_argv[1:]]))
+    text = "; ".join(f"{key}: {value}" for key, value in about.items())
+    result = dict(about=about, tables={})  # what the JSON holds
+    for caption, df in tables.items():
+        text += f"\n\n{caption}\n\n{to_markdown(df)}"
+        result["tables"][caption] = to_records(df)
+    if runs is not None:
+        result["runs"] = to_records(runs)
+    print(f"\n{text}\n")  # printed first, so that a full disk can't take it away
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.md").write_text(text + "\n", encoding="utf-8")
+    (out / f"{name}.json").write_text(json.dumps(result, indent=1, default=str) + "\n")
+    figure.savefig(out / f"{name}.png")
+    print(f"-> {out / name}.md, .json, .png")
+
+
+# figures
+
+
+def new_figure(rows=1, columns=1, size=(7, 4.5), **subplots):
+    """A figure of our one style and a flat array of its axes. size: width and height in inches.
+
+        figure, (left, right) = new_figure(columns=2, size=(10, 4.5), sharey=True)
+    """
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+
+    rcParams.update(LOOK)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, **subplots)
+    return figure, axes.flatten()
+
+
+def add_title(figure, finding):
+    """Writes what the figure shows above all of it, in as many lines as its width asks for.
+
+        add_title(figure, "One map counts votes, the difference of two does not")
+    """
+    text = textwrap.fill(finding, int(figure.get_figwidth() / 0.14))  # 0.14 inches a letter
+    figure.suptitle(text, x=0.01, ha="left", fontsize=LOOK["axes.titlesize"], fontweight="bold")
+
+
+def styles(labels):
+    """{label: colour, line and marker}. The first word decides: "diff, no norm" looks like "diff".
+    Labels of one colour get different markers.
+
+        styles(["softmax", "diff", "diff, no norm"])["diff, no norm"]["marker"]     # "s"
+    """
+    found = {}
+    others = 0
+    used = {}  # how many labels have a colour by now
+    for label in labels:
+        style = STYLE.get(re.split("[ ,(]", label)[0])
+        if style is None:
+            style = dict(color=OTHER_COLORS[others % len(OTHER_COLORS)], linestyle="-")
+            others += 1
+        number = used.get(style["color"], 0)
+        used[style["color"]] = number + 1
+        found[label] = style | dict(marker=MARKERS[number % len(MARKERS)])
+    return found
+
+
+def line_plot(ax, df, x, y, by, seed=None, band=None):
+    """Draws a line for each value of the column `by`. Call label_ends(ax) when the axes are final.
+
+    seed: the column that tells runs apart that are averaged: each run is a thin line, their mean is a
+    thick one, where all of them have a value. Without it, df holds one row for each line and x.
+    band: the names of two columns, the lower and the upper end of a shaded interval.
+
+        line_plot(ax, df, "context", "accuracy", by="arm", seed="seed")
+        ax.set(xscale="log", xlabel="tokens of context", ylabel="accuracy")
+        label_ends(ax)
+    """
+    look = styles(df[by].unique())
+    for label, group in df.groupby(by, sort=False):
+        style = look[label] | dict(markersize=5)
+        group = group.sort_values(x, kind="stable")
+        if seed is not None:
+            # a mean over other seeds at another x would make a step that no run has
+            for _, run in group.groupby(seed):
+                ax.plot(run[x], run[y], linewidth=0.8, alpha=0.35, color=style["color"])
+            at_x = group.groupby(x)[y]
+            everywhere = at_x.count() == group[seed].nunique()
+            mean = at_x.mean()[everywhere]
+        else:
+            mean = group.set_index(x)[y]
+        if band is not None:
+            ax.fill_between(group[x], group[band[0]], group[band[1]], color=style["color"], alpha=0.2)
+        ax.plot(mean.index, mean, linewidth=2.4, label=label, **style)
+
+
+def label_ends(ax):
+    """Writes the label of each line of the axes at its right end, in its colour, instead of a legend.
+    Call it last: it needs the final limits and scales."""
+    ax.figure.draw_without_rendering()  # lays the figure out, so that the height of the axes is known
+    size = LOOK["font.size"] - 1
+    gap = 1.3 * size / 72 * ax.figure.dpi / ax.bbox.height  # a line of text, as a share of the height
+    to_axes = ax.transData + ax.transAxes.inverted()
+    ends = []
+    for line in ax.get_lines():
+        points = line.get_xydata()
+        if len(points) and not line.get_label().startswith("_"):
+            x, y = to_axes.transform(points[-1])
+            ends.append((min(max(y, 0), 1), x, line))
+    ends.sort(key=lambda end: end[0])
+
+    # labels that would lie on each other are pushed up, and at the top all of them down again
+    heights = [y for y, _, _ in ends]
+    for i in range(1, len(heights)):
+        heights[i] = max(heights[i], heights[i - 1] + gap)
+    ceiling = 1.0
+    for i in reversed(range(len(heights))):
+        heights[i] = min(heights[i], ceiling)
+        ceiling = heights[i] - gap
+
+    for height, (y, x, line) in zip(heights, ends):
+        # a thread leads from the end of the line to a label that was pushed away
+        color = line.get_color()
+        place = dict(xycoords="axes fraction", textcoords="axes fraction", annotation_clip=False)
+        thread = dict(arrowstyle="-", color=color, linewidth=0.7, shrinkA=0, shrinkB=3)
+        ax.annotate(line.get_label(), (x, y), xytext=(1.04, height), va="center", fontsize=size,
+                    color=color, arrowprops=thread, **place)
+
+
+def dot_plot(ax, df, value, row, condition=None):
+    """Draws a row for each value of the column `row`, from the top in the order of df. Each run is a
+    dot at its `value`, an upright line is their mean, and a level one the 95 % interval of the mean,
+    from the standard deviation that is pooled over all groups.
+
+    condition: a column of two values. The dots of the first are hollow, those of the second filled,
+    and the first row says which is which.
+
+        figure, (ax,) = new_figure(size=(7, 1.5 + 0.5 * n_arms))
+        dot_plot(ax, runs, "loss", row="arm", condition="decay")
+        ax.set(xlabel="val loss, nats per byte")
+        add_title(figure, "Decay helps each arm")
+    """
+    df = df.dropna(subset=[value])
+    if condition is None:
+        df = df.assign(condition="")
+        condition = "condition"
+    sd, dof = pooled_sd(df, value, [row, condition])
+    rows = list(df[row].unique())
+    levels = list(df[condition].unique())
+    look = styles(rows)
+    for label, level in itertools.product(rows, levels):
+        chosen = df.loc[(df[row] == label) & (df[condition] == level), value]
+        if chosen.empty:
+            continue
+        hollow = len(levels) == 2 and level == levels[0]
+        above = -0.17 if hollow else 0.17  # upwards is negative: the first row is on top
+        height = rows.index(label) + (above if len(levels) == 2 else 0)
+        color = look[label]["color"]
+        mean, error = mean_interval(chosen, sd, dof)
+        ax.scatter(chosen, [height] * len(chosen), s=36, linewidths=1.2, edgecolors=color,
+                   facecolors="white" if hollow else color, alpha=0.6)
+        ax.errorbar(mean, height, xerr=error, color=color, linewidth=2, capsize=4, zorder=3)
+        ax.plot(mean, height, marker="|", markersize=15, markeredgewidth=2.6, color=color, zorder=3)
+        if len(levels) == 2 and label == rows[0]:
+            # what hollow means stands above its dots, what filled means below
+            place = dict(xytext=(0, 10), va="bottom") if hollow else dict(xytext=(0, -10), va="top")
+            ax.annotate(level, (mean, height), ha="center", textcoords="offset points",
+                        fontsize=LOOK["font.size"] - 2, **place)
+    ax.set_yticks(range(len(rows)), rows)
+    ax.set_ylim(len(rows) - 0.4, -0.8)
+    ax.grid(axis="y", visible=False)
