@@ -1,746 +1,624 @@
 """
-Measurements of runs and checkpoints. Each verb prints Markdown tables and writes <out>/<verb>.md, .json and .png.
+Compares runs, and times the attentions. Each verb prints Markdown tables and writes them, the
+numbers behind them and a figure to <out>/<verb>.md, .json and .png.
 
-    python bench.py loss            # table and curves of the runs below out/
-    python bench.py speed           # attention alone and the training step (Table 7 of the paper)
-    python bench.py decode          # a token of the sampler, by the length of its context
-    python bench.py slices --ckpt out/softmax* out/diff*    # and so every verb that looks at checkpoints
+    python bench.py loss        # the runs below out/: final losses with 95 % intervals, and curves
+    python bench.py speed       # attention alone and the training step, by length of context
+    python bench.py decode      # one token of the sampler, by length of context
 
-Checkpoints that differ in the seed alone are averaged. `python bench.py <verb> --help` says what is measured. Tables,
-figures and sections are those of Differential Transformer, arXiv 2410.05258.
+`python bench.py <verb> --help` says what is measured. Tables are those of arXiv 2410.05258.
 """
 import argparse
 import itertools
-import json
 import math
-import shlex
 import sys
-import tempfile
-import time
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Callable, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch.utils.benchmark import Timer
 
+import report
 import train
-from data import get_tokenizer, load_data
-from model import ATTENTION, GPT, KERNELS, GPTConfig, Softmax, next_token, pick_kernel
+from model import ATTENTION, GPT, KERNELS, GPTConfig, Softmax
+from model import next_token, open_device, pick_kernel, round_to_bf16
+from report import MeanError
 
-# Okabe and Ito's colours, told apart by every kind of eye; dashed: a difference of two maps
-STYLE = {
-    "softmax": dict(color="#0072B2", linestyle="-"),
-    "diff": dict(color="#D55E00", linestyle="--"),
-    "linear": dict(color="#009E73", linestyle="-"),
-    "diff_linear": dict(color="#CC79A7", linestyle="--"),
-}
+LOSS = """Final losses and curves of the runs below some folders.
 
+Runs that differ in the seed alone are one arm. The standard deviation of a run is pooled over the
+arms, and every mean and every difference has a 95 % interval from it (Student's t). An arm is
+compared to softmax with the same settings: all of them but those of the norm and of lambda. Where
+there are several rates, a second table has each arm at its own best. The figure leaves out the fall
+of the first tenth, which is alike for all."""
 
-def cell(x):
-    """A cell of a table. A tuple is a mean or median and its spread; None and NaN are a dash."""
-    if isinstance(x, tuple):
-        digits = 0 if abs(x[0]) >= 1000 else 3
-        return " ± ".join(f"{value:,.{digits}f}" for value in x if not math.isnan(value)) or "–"
-    if x is None or x != x:
-        return "–"
-    if isinstance(x, float):
-        return f"{x:,.0f}" if 1000 <= abs(x) < math.inf else f"{x:.4g}"
-    return f"{x:,}" if isinstance(x, int) else str(x)
+SPEED = """Tokens per second of attention alone and of the training step (Table 7 of the paper).
 
+Attention alone is A V from projected q, k and v. The training step is a whole one: forward,
+backward, clipping, AdamW. A call takes as many tokens at every length, --batch_size times the
+preset's block_size, but one sequence at least. The arms are timed in turn, in --repeats rounds, so
+that a slow minute slows all of them; each is compared to the first one in the same round."""
 
-def conditions(device, **more):
-    """What every figure is quoted with."""
-    return dict(device=train.device_name(device), torch=str(torch.__version__), date=time.strftime("%Y-%m-%d"), **more)
+DECODE = """Tokens per second and bytes of state of the sampler, by the length of its context.
+
+A greedy step for --num_samples sequences at once, over the last tokens before a full context. For
+one sequence also how many times as fast that is as running the whole context through the model for
+every token, which is how nanoGPT samples."""
 
 
-def publish(out, name, about, tables, figure):
-    """Prints a result and writes it as out/name.md, .json and .png: all three or, if one can't be written, none.
-    about: the conditions. tables: caption to DataFrame. figure: matplotlib's."""
-    about = about | dict(command=shlex.join(["python", *sys.orig_argv[1:]]))
-    text, records = "; ".join(f"{key}: {value}" for key, value in about.items()), {}
-    for caption, df in tables.items():
-        lines = [df.columns.tolist(), ["---"] * df.shape[1], *df.map(cell).values.tolist()]
-        text += f"\n\n{caption}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        records[caption] = json.loads(df.to_json(orient="records", double_precision=15))
-    print(f"\n{text}\n")  # first, so that a full disk can't take it
-    out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out) as folder:
-        Path(folder, f"{name}.md").write_text(text + "\n")
-        Path(folder, f"{name}.json").write_text(json.dumps(dict(about=about, tables=records), indent=1) + "\n")
-        figure.savefig(Path(folder, f"{name}.png"), dpi=150)
-        for file in sorted(Path(folder).iterdir()):
-            file.replace(out / file.name)
-    print(f"-> {out / name}.md, .json, .png")
+# loss
 
 
-def plot(df, x, y, hue="attn", panel=None, **axes):
-    """A figure: for each value of hue the mean over the seeds as a line, where x has all of them, and thin the seeds.
-    panel: a column, each of whose values gets axes of its own. The rest is for Axes.set."""
-    from matplotlib.figure import Figure
-
-    parts = [("", df)] if panel is None else list(df.groupby(panel, sort=False))
-    figure, lines, labels = Figure(figsize=(5 * len(parts) + 1, 4.5), layout="constrained"), {}, list(df[hue].unique())
-    for ax, (title, part) in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts):
-        for label, group in part.groupby(hue, sort=False):
-            number = labels.index(label)
-            style = dict(color=f"C{number}") | STYLE.get(label.replace(",", " ").split()[0], {})
-            by_seed = group.pivot_table(y, x, "seed" if "seed" in group else hue, sort=False)
-            mean = by_seed.mean(axis=1, skipna=False).dropna()
-            ax.plot(by_seed.index, by_seed, linewidth=0.6, alpha=0.3, **style)
-            (lines[label],) = ax.plot(mean.index, mean, marker="os^Dvx*P"[number % 8], markersize=4, **style)
-        ax.set(**dict(title=title, xlabel=x, ylabel=y) | axes)
-    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=3, fontsize="small")
-    return figure
+def arm_names(runs):
+    """What tells the runs (dicts) apart except for their seeds: "diff nosubln lr4e-3" for each."""
+    names = [[run["attn"]] for run in runs]
+    for field in train.IDENTITY:
+        values = [run.get(field) for run in runs]
+        if field in ("attn", "seed") or len(set(map(repr, values))) == 1:
+            continue
+        for name, value in zip(names, values):
+            if value is not None:
+                name.append(train.run_name_part(field, value)[:24])
+    return [" ".join(name) for name in names]
 
 
-def arms(runs):
-    """What tells configurations apart but for their seed, "diff nosubln lr4e-3", for each."""
-    found = [[run["attn"]] for run in runs]
-    for name in train.IDENTITY:
-        values = [run.get(name) for run in runs]
-        if name not in ("attn", "seed") and len(set(map(repr, values))) > 1:
-            for parts, value in zip(found, values):
-                parts += [] if value is None else [train.tag(name, value)[:24]]
-    return [" ".join(parts) for parts in found]
-
-
-def over_seeds(df):
-    """df with one row for the seeds of an arm: mean and standard deviation of each column of floats."""
-    floats = list(df.select_dtypes("float"))
-    groups = df.groupby([c for c in df if c not in floats and c != "seed"], sort=False)[floats]
-    return groups.agg(lambda values: (values.mean(), values.std())).reset_index()
+def describe_run(folder, head, records):
+    """A row: what the run is, its status, its final val loss (NaN if unfinished), its speed."""
+    last = records[-1] if records else dict(step=0)
+    row = {name: head.get(name) for name in train.IDENTITY}
+    row["run"] = str(folder)
+    row["tokens"] = last.get("tokens")
+    row["tok/s"] = np.median([r["tok_per_s"] for r in records if r.get("tok_per_s")] or [math.nan])
+    if last["step"] == head["steps"] and "val_loss" in last:
+        row["status"] = "finished"
+        row["val loss"] = last["val_loss"]
+    else:
+        stopped = f"stopped at step {last['step']:,} of {head['steps']:,}"
+        row["status"] = last.get("not_finite", stopped)
+        row["val loss"] = math.nan
+    return row
 
 
 def read_runs(folders):
-    """The runs below folders, their evaluations, and what doesn't count and why: three DataFrames."""
+    """What is below the folders, as data frames, and the heads of the logs.
+
+    runs: a row for each run, `arm` is its name but for the seed. evals: a row for each evaluation.
+    others: a row for each folder with a log that is broken, unfinished, or of a run that is there
+    already, and which of these it is.
+    """
     import pandas as pd
 
-    rows, evals, others = [], [], []
+    rows = []
+    evals = []
+    heads = []
+    others = []
     for log in sorted({log for folder in folders for log in folder.rglob("log.jsonl")}):
-        run = str(log.parent)
         try:
             head, records = train.read_log(log)
         except ValueError as e:
-            others.append(dict(run=run, status=str(e)))
+            others.append(dict(run=str(log.parent), status=str(e)))
             continue
-        head, last = asdict(GPTConfig()) | head, [dict(step=0), *records][-1]
-        finished = last["step"] == head["steps"] and "val_loss" in last
-        stopped = last.get("not_finite", f"stopped at step {last['step']:,} of {head['steps']:,}")
-        row = dict(run=run, head=head, status="finished" if finished else stopped, tokens=last.get("tokens"))
-        row["loss"] = last["val_loss"] if finished else math.nan
-        row["tok/s"] = [record.get("tok_per_s") for record in records]
-        rows.append(row | {name: head.get(name) for name in train.IDENTITY})
-        evals += [record | dict(run=run, seed=head["seed"]) for record in records if "val_loss" in record]
+        head = asdict(GPTConfig()) | head  # an old log lacks the fields that came later
+        heads.append(head)
+        rows.append(describe_run(log.parent, head, records))
+        for record in records:
+            if "val_loss" in record:
+                known = {name: record.get(name) for name in ("step", "tokens", "val_loss")}
+                evals.append(dict(run=str(log.parent), seed=head["seed"]) | known)
     if not rows:
-        raise ValueError("no runs there: `python train.py --attn=softmax,diff --seed=1,2` makes some")
-    runs = pd.DataFrame(rows).assign(arm=arms(rows), but_for_rate=arms([row | dict(lr=None) for row in rows]))
-    runs["base"] = (runs["attn"] == "softmax") & ~runs["subln"].eq(True)
-    runs["order"] = runs["attn"].map({attn: i for i, attn in enumerate(ATTENTION)})
-    runs = runs.sort_values("loss", key=pd.Series.isna, kind="stable")  # of two equal ones a finished one
-    runs.loc[runs.duplicated(["arm", "seed"]), "status"] = "the same run as another folder's"
+        command = "python train.py --attn=softmax,diff --seed=1,2"
+        raise ValueError(f"no runs there: `{command}` makes some")
+
+    runs = pd.DataFrame(rows).assign(arm=arm_names(rows))
+    runs["but for the rate"] = arm_names([row | dict(lr=None) for row in rows])
+    # of two folders with the same run the finished one counts
+    runs = runs.sort_values("val loss", key=pd.Series.isna, kind="stable")
+    again = runs.duplicated(["arm", "seed"])
+    runs.loc[again, "status"] = "the same run as another folder's"
     others += runs.loc[runs["status"] != "finished", ["run", "status"]].to_dict("records")
-    runs = runs.drop_duplicates(["arm", "seed"]).sort_values(["order", "arm", "seed"])
+    order = {attn: i for i, attn in enumerate(ATTENTION)}
+    runs = runs[~again].sort_values(["arm", "seed"])
+    runs = runs.sort_values("attn", key=lambda attn: attn.map(order), kind="stable")
     evals = pd.DataFrame(evals, columns=["run", "seed", "step", "tokens", "val_loss"])
-    return runs, runs[["run", "arm"]].merge(evals), pd.DataFrame(others)
+    return runs, evals, pd.DataFrame(others), heads
 
 
-def summarize(runs, same):
-    """A row per arm: the val loss, mean and standard deviation over the seeds, and its difference to the base, run by
-    run with the same seed and whatever else is in `same`, mean and standard error."""
-    key = runs[same].map(repr).agg(" ".join, axis=1)
-    base = dict(zip(key[runs["base"]], runs["loss"][runs["base"]]))
-    groups = runs.assign(difference=(runs["loss"] - key.map(base)).mask(runs["base"])).groupby("arm", sort=False)
-    table = (groups["loss"].count().astype(str) + f" of {runs['seed'].nunique()}").to_frame("runs")
-    table["val loss"] = groups["loss"].agg(lambda values: (values.mean(), values.std()))
-    table["− softmax"] = groups["difference"].agg(lambda values: (values.mean(), values.sem()))
-    table["tokens"] = groups["tokens"].max()
-    table["tok/s"] = runs.explode("tok/s").groupby("arm")["tok/s"].median()
-    return table.rename_axis("attn").reset_index()
+def softmax_beside(runs, but_for=()):
+    """{arm: the softmax arm with the same settings}, for the arms that have one."""
+    may_differ = {"attn", "seed", "subln", "subln_init", "lambda_init", *but_for}
+    same = [name for name in train.IDENTITY if name not in may_differ]
+    settings = runs[same].map(repr).agg(" ".join, axis=1)
+    plain = (runs["attn"] == "softmax") & ~runs["subln"].eq(True)  # softmax may have the norm, too
+    softmax = dict(zip(settings[plain], runs["arm"][plain]))
+    found = {}
+    for arm, setting in zip(runs["arm"], settings):
+        if softmax.get(setting, arm) != arm:
+            found[arm] = softmax[setting]
+    return found
 
 
-def loss_curves(evals):
-    """Val loss where the runs differ: from the best up by twice their spread at a tenth, at least to the worst end."""
-    curves = evals[evals["step"] > 0].sort_values("step", kind="stable")
-    early = curves[curves["tokens"] >= curves["tokens"].max() / 10].groupby("run")["val_loss"].first()
-    best, worst = curves["val_loss"].min(), curves.groupby("run")["val_loss"].last().max()
-    top = max(best + 2 * (early.max() - early.min()), worst)
-    figure = plot(curves, "tokens", "val_loss", "arm", xscale="log", ylabel="val loss (nats per token)")
+def summarize(runs, beside):
+    """A row for each arm, and in words the standard deviation behind its intervals.
+    beside: {arm: the arm that it is compared to}."""
+    sd, dof = report.pooled_sd(runs, "val loss", by=["arm"])
+    table = report.over_seeds(runs, by=["arm"], values=["val loss"])
+    groups = runs.groupby("arm", sort=False)
+    losses = {arm: values.dropna() for arm, values in groups["val loss"]}
+    differences = []
+    for arm in table["arm"]:
+        if arm in beside and len(losses[arm]) and len(losses[beside[arm]]):
+            differences.append(report.difference(losses[arm], losses[beside[arm]], sd, dof))
+        else:
+            differences.append(None)
+    table["− softmax"] = differences
+    table["tokens"] = groups["tokens"].max().values
+    table["tok/s"] = groups["tok/s"].median().values
+    noise = "unknown, no arm has two seeds"
+    if dof > 0:
+        noise = f"{sd:.4f} nats, pooled over the arms, {dof} degrees of freedom"
+    return table, noise
+
+
+def at_best_rates(runs):
+    """The runs of each arm at the rate with its lowest mean loss, and {arm: that rate in words}.
+    Their arms are named without the rate."""
+    losses = runs.groupby(["but for the rate", "lr"])["val loss"]
+    rates = losses.agg(["count", "mean"]).reset_index()
+    # most seeds first: one that is missing may have been the bad one
+    rates = rates.sort_values(["count", "mean"], ascending=[False, True])
+    best = rates.drop_duplicates("but for the rate")
+    words = {}
+    for arm, rate in zip(best["but for the rate"], best["lr"]):
+        tried = rates["lr"][rates["but for the rate"] == arm]
+        at_the_edge = rate in (tried.min(), tried.max())
+        words[arm] = f"{rate!r} (at the edge)" if at_the_edge else repr(rate)
+    chosen = runs.merge(best[["but for the rate", "lr"]])  # in the order of runs
+    return chosen.assign(arm=chosen["but for the rate"]), words
+
+
+def loss_finding(table):
+    """The title of the figure: which arm has the lowest loss, and by how much below softmax's."""
+    finished = table.dropna(subset="val loss").to_dict("records")
+    if not finished:
+        return "No run is finished"
+    lowest = min(finished, key=lambda row: row["val loss"].mean)
+    text = f"{lowest['arm']} has the lowest loss"
+    if lowest["− softmax"] is None:
+        return text
+    mean, error = lowest["− softmax"]
+    if math.isnan(error):
+        return f"{text}, {-mean:.3f} below softmax in one run each"
+    if mean + error > 0:
+        return f"{text}, but not surely below softmax ({mean:.3f} ± {error:.3f})"
+    return f"{text}, {-mean:.3f} ± {error:.3f} below softmax"
+
+
+def loss_figure(runs, curves, title, unit):
+    """The curves after the first tenth above the final losses, a dot for each run."""
+    rows = 0.5 * runs["arm"].nunique()  # inches
+    heights = dict(height_ratios=[4, 1.5 + rows])
+    figure, (above, below) = report.new_figure(2, size=(8, 6 + rows), gridspec_kw=heights)
+    curves = curves[curves["tokens"] >= curves["tokens"].max() / 10]
+    report.line_plot(above, curves, "tokens", "val_loss", by="arm", seed="seed")
+    above.set(xscale="log", xlabel="tokens of training", ylabel=f"val loss, {unit}")
+
+    # show what differs: from the best loss up by twice what the runs differ by at a tenth
+    losses = curves.sort_values("tokens").groupby("run")["val_loss"]
+    best = curves["val_loss"].min()
+    spread = losses.first().max() - losses.first().min()
+    top = max(best + 2 * spread, losses.last().max())
     if top > best:
-        figure.axes[0].set_ylim(best - (top - best) / 20, top + (top - best) / 20)
+        above.set_ylim(best - (top - best) / 20, top + (top - best) / 20)
+    report.short_numbers(above.xaxis)
+    report.label_ends(above)
+
+    report.dot_plot(below, runs, "val loss", row="arm")
+    below.set(xlabel=f"final val loss, {unit}: left is better")
+    report.add_title(figure, title)
     return figure
 
 
 def loss(args):
-    """Table and curves of the runs below some folders.
-    The difference to softmax is taken run by run with the same seed, hence the same shared weights and the same tokens
-    in the same order. Where there are several rates, a second table has each arm at its own best. The figure shows the
-    losses that differ, not the fall from the first ones."""
-    runs, evals, others = read_runs(args.runs)
-    same = [name for name in train.IDENTITY if name not in ("attn", "subln", "subln_init", "lambda_init")]
-    caption = "Final val loss, nats per token, mean ± standard deviation over seeds; differences ± standard error"
-    tables = {caption: summarize(runs, same)}
+    """See LOSS."""
+    runs, evals, others, heads = read_runs(args.runs)
+    per_byte = all(head.get("tokenizer") == "bytes" for head in heads)
+    unit = "nats per byte" if per_byte else "nats per token"
+    about = {}
+    for name in ("device_name", "torch", "dtype", "data", "steps", "date"):
+        about[name] = ", ".join(dict.fromkeys(str(head.get(name)) for head in heads))
+
+    table, noise = summarize(runs, softmax_beside(runs))
+    about["sd of a run"] = noise
+    tables = {f"Final val loss, {unit}: mean of n runs, ± half of a 95 % interval": table}
+    shown = runs
     if runs["lr"].nunique() > 1:  # one rate for all may suit one arm only
-        rates = runs.groupby(["but_for_rate", "lr"], sort=False)["loss"].agg(["count", "mean"]).reset_index()
-        edge = rates.groupby("but_for_rate")["lr"].transform(lambda lr: lr.isin([lr.min(), lr.max()]))
-        rates["rate"] = rates["lr"].map(repr) + edge.map({True: " (at the edge)", False: ""})
-        # a seed that is missing may have been the bad one
-        best = rates.sort_values(["count", "mean"], ascending=[False, True]).drop_duplicates("but_for_rate")
-        chosen = runs.merge(best[["but_for_rate", "lr"]])
-        table = summarize(chosen.assign(arm=chosen["but_for_rate"]), [name for name in same if name != "lr"])
-        table.insert(1, "rate", table["attn"].map(best.set_index("but_for_rate")["rate"]))
-        tables["Each arm at its own best of these rates"] = table
+        shown, rates = at_best_rates(runs)
+        table, noise = summarize(shown, softmax_beside(shown, but_for=["lr"]))
+        table.insert(1, "rate", table["arm"].map(rates))
+        about["sd of a run at the best rates"] = noise
+        tables["Each arm at the best of its rates, chosen on these same runs"] = table
     if len(others):
         tables["Not in these figures"] = others
-    names = ("device_name", "torch", "dtype", "data", "steps", "date")
-    about = {name: ", ".join(runs["head"].str.get(name).map(str).unique()) for name in names}
-    publish(args.out, "loss", about, tables, loss_curves(evals))
+    curves = evals.merge(shown[["run", "arm"]])
+    figure = loss_figure(shown, curves, loss_finding(table), unit)
+    report.publish(args.out, "loss", about, tables, figure, runs)
 
 
-def machine(args):
-    """Fills in what the flags leave open. Returns GPTConfig's fields of the preset's size, and the conditions."""
+# what speed and decode share
+
+
+def set_up(args):
+    """Fills in the flags that were left open, by the device, and sets PyTorch's switches."""
+    args.device = open_device(args.device)
     cuda = args.device.type == "cuda"
     if cuda:
         torch.cuda.set_device(args.device)
-    args.preset = args.preset or ("gpt2" if cuda else "toy")
-    args.dtype = args.dtype or ("bfloat16" if cuda else "float32")
-    args.compile = cuda if args.compile is None else args.compile
-    args.autocast = torch.autocast(args.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+    if args.preset is None:
+        args.preset = "gpt2" if cuda else "toy"
+    if args.dtype is None:
+        args.dtype = "bfloat16" if cuda else "float32"
+    if args.compile is None:
+        args.compile = cuda
+    bf16 = args.dtype == "bfloat16"
+    args.autocast = torch.autocast(args.device.type, torch.bfloat16, enabled=bf16)
     torch.set_float32_matmul_precision("high")  # as in train.py
-    torch._dynamo.config.recompile_limit = 1000  # one process compiles many sizes of the same few functions
-    size = {name: train.PRESETS[args.preset][name] for name in ("n_layer", "n_head", "n_embd")}
-    about = conditions(args.device, dtype=args.dtype, compiled=args.compile, repeats=args.repeats, **size)
-    return size | dict(vocab_size=50257 if args.preset == "gpt2" else 257), about
+    # this one process compiles many sizes of the same few functions, and 8 are the limit
+    torch._dynamo.config.recompile_limit = 1000
 
 
-def built(args, attn, kernel="auto", **config):
-    """A model on the device with that kernel, and which it took. ValueError if it can't run."""
-    model = GPT(GPTConfig(attn=attn, **config)).to(args.device)
-    took, _ = pick_kernel(model, kernel, getattr(torch, args.dtype))
-    return model, dict(kernel=took or "chunks")
+def size_of(preset):
+    """GPTConfig's fields for the size of a preset."""
+    size = {name: train.PRESETS[preset][name] for name in ("n_layer", "n_head", "n_embd")}
+    return size | dict(vocab_size=50257 if preset == "gpt2" else 257)
 
 
-def rounds(builders, repeats, enough=0.03):
-    """Times {key: build} in interleaved rounds, so that a slow minute slows all. build() gives {what: function}, each
-    called for enough seconds, and facts. Returns {key: facts or {"failed": why}} and {(key, what): seconds}."""
-    found, calls, seconds = {}, [], {}
-    for key, build in builders.items():
+def arms_and_kernels(args):
+    """{label: (attn, kernel)} of what is timed. The linear arms have no kernel to choose."""
+    found = {}
+    for attn in args.arms:
+        kernels = args.kernel if issubclass(ATTENTION[attn], Softmax) else ["auto"]
+        for kernel in kernels:
+            label = attn if kernel == "auto" else f"{attn} {kernel}"
+            found[label] = (attn, kernel)
+    return found
+
+
+def build_model(args, attn, kernel, **config):
+    """A model on the device, and the name of its kernel. ValueError if the kernel can't run."""
+    model = GPT(GPTConfig(attn=attn, decay=args.decay, **config)).to(args.device)
+    used, _ = pick_kernel(model, kernel, getattr(torch, args.dtype))
+    return model, used or "chunks"
+
+
+def time_interleaved(builders, repeats, enough=0.03):
+    """Times functions in turn, round by round, so that a slow minute slows all of them.
+
+    builders: {arm: build}. build() returns {what: function} and a dict of facts. In each round a
+    function is called as often as takes `enough` seconds. Returns {arm: facts, or {"failed": why}}
+    and {(arm, what): seconds of a call in each round}.
+    """
+    facts = {}
+    timers = {}  # {(arm, what): (timer, calls in a round)}
+    for arm, build in builders.items():
         try:
-            functions, found[key] = build()
-            for what, f in functions.items():
-                timer = Timer("f()", globals=dict(f=f), num_threads=torch.get_num_threads())
-                n = max(1, round(enough / timer.timeit(1).median))  # two calls before it compile and warm up
-                calls.append((key, what, timer, n))
-        except Exception as e:  # of many classes, depending on what the machine lacks
-            found[key] = {"failed": (str(e).splitlines() or [type(e).__name__])[0]}
-            calls = [call for call in calls if call[0] != key]
+            functions, facts[arm] = build()
+            found = {}
+            for what, function in functions.items():
+                timer = Timer("f()", globals=dict(f=function), num_threads=torch.get_num_threads())
+                once = timer.timeit(1).median  # after two calls, which compile and warm up
+                found[arm, what] = (timer, max(1, round(enough / once)))
+            timers |= found
+        except Exception as e:  # of many classes, it depends on what the machine lacks
+            reason = str(e).splitlines() or [type(e).__name__]
+            facts[arm] = {"failed": reason[0]}
+    seconds = {case: [] for case in timers}
     for _ in range(repeats):
-        for key, what, timer, n in calls:
-            seconds.setdefault((key, what), []).append(timer.timeit(n).median)
-    return found, {key: np.array(values) for key, values in seconds.items()}
+        for case, (timer, calls) in timers.items():
+            seconds[case].append(timer.timeit(calls).median)
+    return facts, {case: np.array(values) for case, values in seconds.items()}
 
 
-def spread(values):
+def median_and_spread(values):
     """The median, and half the distance between the quartiles."""
     low, middle, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
-    return middle, (high - low) / 2
+    return MeanError(middle, (high - low) / 2)
 
 
-def publish_timings(args, rows, about, x, y, hue, panel):
-    """ValueError if there is nothing but failures: what an earlier run has written stays."""
+class Case(NamedTuple):
+    """What is timed of every arm, side by side."""
+
+    part: str  # the table and the panel that it belongs to
+    build: Callable  # build(args, attn, kernel, B, T), see time_interleaved
+    B: int  # sequences
+    T: int  # tokens of each
+    tokens: int  # that one call deals with
+
+
+def time_arms(args, case):
+    """Times a case. Returns the rows of a table, one for each arm, and a row for each timing."""
+    arms = arms_and_kernels(args)
+    first = next(iter(arms))
+    builders = {arm: partial(case.build, args, *arms[arm], case.B, case.T) for arm in arms}
+    facts, seconds = time_interleaved(builders, args.repeats)
+    rows = {arm: dict(part=case.part, T=case.T, arm=arm) | facts[arm] for arm in arms}
+    timings = []
+    for (arm, what), values in seconds.items():
+        rows[arm][f"{what}, tokens/s"] = case.tokens / float(np.median(values))
+        beside = seconds.get((first, what), math.nan)
+        rows[arm][f"{what}, × {first}"] = median_and_spread(beside / values)
+        if what == "recompute":
+            rows[arm]["step, × recompute"] = median_and_spread(values / seconds[arm, "step"])
+        for number, value in enumerate(values.tolist(), 1):
+            timing = dict(part=case.part, T=case.T, arm=arm, what=what, round=number, seconds=value)
+            timings.append(timing | {"tokens/s": case.tokens / value})
+    return list(rows.values()), timings
+
+
+def publish_timings(args, name, cases):
+    """Times the cases, and publishes a table and a panel for each of their parts.
+    Raises ValueError if there is nothing but failures. What was published before stays then."""
     import pandas as pd
 
-    df = pd.DataFrame(rows)
-    if y not in df:
-        raise ValueError(f"nothing could be timed: {df['failed'][0]}")
-    figure = plot(df.dropna(subset=y), x, y, hue, panel, xscale="log", yscale="log")
-    tables = {args.verb.__doc__.splitlines()[0]: df.drop(columns="arm", errors="ignore")}
-    publish(args.out, args.verb.__name__, about, tables, figure)
+    rows = []
+    timings = []
+    for case in cases:
+        found, rounds = time_arms(args, case)
+        rows += found
+        timings += rounds
+    if not timings:
+        raise ValueError(f"nothing could be timed: {rows[0]['failed']}")
+    timings = pd.DataFrame(timings)
+
+    how = "medians of the rounds; × in the same round, ± half the distance between the quartiles"
+    tables = {}
+    for part in dict.fromkeys(row["part"] for row in rows):
+        table = pd.DataFrame([row for row in rows if row["part"] == part])
+        tables[f"{part.capitalize()} ({how})"] = table.drop(columns="part")
+
+    parts = timings["part"].unique()
+    figure, axes = report.new_figure(columns=len(parts), size=(6 * len(parts), 5))
+    first = next(iter(arms_and_kernels(args)))
+    findings = []
+    for ax, part in zip(axes, parts):
+        rounds = timings[timings["part"] == part]
+        # the first thing that is timed. The forward part and the recomputing are in the table
+        rounds = rounds[rounds["what"] == rounds["what"].iloc[0]]
+        draw_speeds(ax, rounds)
+        ax.set_title(part)
+        findings.append(f"{fastest(rounds, first)} ({part}, {rounds['T'].max():,} tokens)")
+    report.add_title(figure, f"Fastest: {'; '.join(findings[:2])}")
+
+    about = report.conditions(args.device, dtype=args.dtype, compiled=args.compile)
+    about |= size_of(args.preset) | dict(decay=args.decay, rounds=args.repeats)
+    report.publish(args.out, name, about, tables, figure, timings)
 
 
-def timed(args, size, of, attn, kernel, B, T):
-    """What is timed of an arm, {what: function}, and which kernel it took; see `speed`."""
-    if of == "attention alone":
-        model, facts = built(args, attn, kernel, block_size=T, **size | dict(n_layer=1, vocab_size=64))
-        layer, x = model.blocks[0].attn, torch.randn(B, T, size["n_embd"], device=args.device)
+def draw_speeds(ax, rounds):
+    """Median tokens per second over T on logarithmic axes, with the quartiles shaded."""
+    groups = rounds.groupby(["arm", "T"], sort=False)["tokens/s"]
+    lines = groups.median().to_frame("tokens/s")
+    lines["low"] = groups.quantile(0.25)
+    lines["high"] = groups.quantile(0.75)
+    report.line_plot(ax, lines.reset_index(), "T", "tokens/s", by="arm", band=("low", "high"))
+    ax.set(xscale="log", yscale="log", xlabel="tokens of context", ylabel="tokens per second")
+    lengths = sorted(rounds["T"].unique())
+    ax.set_xticks(lengths, [f"{T:,}" for T in lengths])
+    ax.set_xticks([], minor=True)
+    report.short_numbers(ax.yaxis)
+    report.label_ends(ax)
+
+
+def fastest(rounds, first):
+    """In words: the fastest arm at the largest T, and how many times as fast as `first` it is."""
+    at_the_end = rounds[rounds["T"] == rounds["T"].max()]
+    speeds = at_the_end.groupby("arm")["tokens/s"].median()
+    arm = speeds.idxmax()
+    if arm == first or first not in speeds:
+        return arm
+    return f"{arm}, {speeds[arm] / speeds[first]:.1f} × {first}"
+
+
+# speed
+
+
+def build_attention(args, attn, kernel, B, T):
+    """What is timed of attention alone: from projected q, k and v to A V, and back."""
+    config = size_of(args.preset) | dict(n_layer=1, vocab_size=64, block_size=T)
+    model, used = build_model(args, attn, kernel, **config)
+    layer = model.blocks[0].attn
+    rope = model.rope(T)
+    x = torch.randn(B, T, model.config.n_embd, device=args.device)
+    with args.autocast:
+        q, k, v, lam = layer.project(x)
+    # cut off from the projections, so that their gradients are no part of it
+    inputs = [y.detach().requires_grad_() for y in (q, k, v)]
+    if lam is not None:
+        lam = lam.detach().requires_grad_()
+    fast = torch.compile(layer.fast, dynamic=False) if args.compile else layer.fast
+
+    def forward():
+        with torch.no_grad(), args.autocast:
+            fast(*inputs, lam, rope)
+
+    def forward_and_backward():
         with args.autocast:
-            inputs = [y.detach().requires_grad_() for y in layer.project(x)]
-        run, rest = layer.fast, [layer.rotation(x)]
-    else:
-        model, facts = built(args, attn, kernel, block_size=T, **size)
-        run, inputs, rest = model, [], torch.randint(size["vocab_size"], (2, B, T), device=args.device)
-        optimizer = train.make_optimizer(model, argparse.Namespace(lr=1e-4, weight_decay=0.1))
-    run = torch.compile(run, dynamic=False) if args.compile else run
+            y = fast(*inputs, lam, rope)
+        sources = inputs if lam is None else [*inputs, lam]
+        torch.autograd.grad(y, sources, torch.ones_like(y))
 
-    def forward(grad=False):
-        with torch.set_grad_enabled(grad), args.autocast:
-            return run(*inputs, *rest)
+    functions = {"forward + backward": forward_and_backward, "forward": forward}
+    return functions, dict(kernel=used)
 
-    def both():
-        y = forward(grad=True)
-        if inputs:
-            torch.autograd.grad(y, [*inputs, *layer.parameters()], torch.ones_like(y), allow_unused=True)
-        else:
-            y[1].backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
 
-    return {"fwd + bwd": both, "fwd": forward}, facts
+def build_training_step(args, attn, kernel, B, T):
+    """What is timed of training: a whole step, and the forward part of it."""
+    model, used = build_model(args, attn, kernel, block_size=T, **size_of(args.preset))
+    optimizer = train.make_optimizer(model, lr=1e-4, weight_decay=0.1)
+    tokens = torch.randint(model.config.vocab_size, (B, T + 1), device=args.device)
+    idx = tokens[:, :-1]
+    targets = tokens[:, 1:]
+    run = torch.compile(model, dynamic=False) if args.compile else model
+
+    def forward():
+        with torch.no_grad(), args.autocast:
+            run(idx, targets)
+
+    def step():
+        with args.autocast:
+            _, loss = run(idx, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return {"step": step, "forward": forward}, dict(kernel=used)
 
 
 def speed(args):
-    """Tokens per second of attention alone and of the training step (Table 7).
-    Of A V from projected q, k and v, and of a whole step, the optimizer's part included; a call takes --batch_size
-    times the preset's block_size tokens, one sequence at least. Medians of interleaved rounds; the ratio to the first
-    row is that of the same rounds, ± half the distance between the quartiles."""
-    (size, about), rows, preset, keys = machine(args), [], train.PRESETS[args.preset], []
+    """See SPEED."""
+    set_up(args)
+    preset = train.PRESETS[args.preset]
     tokens = (args.batch_size or preset["batch_size"]) * preset["block_size"]
-    for attn in args.arms:  # the linear arms have no kernel to choose
-        softmax = issubclass(ATTENTION.get(attn, Softmax), Softmax)
-        keys += [(attn, kernel) for kernel in (args.kernel if softmax else ["auto"])]
-    Ts = args.T or ([1024, 4096, 16384] if args.device.type == "cuda" else [256, 1024, 4096])
-    for of, T in itertools.product(("attention alone", "training step"), Ts):
-        B = max(1, tokens // T)
-        found, seconds = rounds({key: partial(timed, args, size, of, *key, B, T) for key in keys}, args.repeats)
-        for key, facts in found.items():
-            row = dict(of=of, T=T, attn=key[0], kernel=key[1]) | facts
-            for what in ("fwd + bwd", "fwd"):
-                if (key, what) in seconds:
-                    row[f"{what}, tokens/s"] = float(np.median(B * T / seconds[key, what]))
-                    row[f"{what}, × row 1"] = spread(seconds.get((keys[0], what), math.nan) / seconds[key, what])
-            rows.append(row | dict(arm=f"{row['attn']} {row['kernel']}"))
-    about["tokens a call"] = f"{tokens:,}, one sequence at least"
-    publish_timings(args, rows, about, "T", "fwd + bwd, tokens/s", "arm", "of")
+    lengths = args.T
+    if lengths is None:
+        lengths = [1024, 4096, 16384] if args.device.type == "cuda" else [256, 1024, 4096]
+    cases = []
+    parts = {"attention alone": build_attention, "training step": build_training_step}
+    for part, build in parts.items():
+        for T in lengths:
+            B = max(1, tokens // T)
+            cases.append(Case(part, build, B, T, tokens=B * T))
+    publish_timings(args, "speed", cases)
 
 
-def decoding(args, size, attn, B, T):
-    """A greedy step of the sampler for B sequences, over the last tokens that its state of T has room for: zeros, which
-    take as long as any. Of one sequence also what that saves: a run of the whole context through the model."""
-    model, _ = built(args, attn, block_size=T, **size)
-    if args.dtype == "bfloat16":  # as in sample.py: autocast would cast the weights anew for every token
-        for name, p in model.named_parameters():
-            p.data = p.data if "lambda" in name else p.data.bfloat16()
-    run = torch.compile(model.step, mode="reduce-overhead", fullgraph=True) if args.compile else model.step
-    context, steps, room = torch.zeros(B, T, dtype=torch.int64, device=args.device), itertools.count(), min(64, T)
+# decode
+
+
+def build_decoding(args, attn, kernel, B, T):
+    """What is timed of the sampler: a greedy step for B sequences, over the last tokens before T.
+    For one sequence also a run of the whole context through the model."""
+    model, used = build_model(args, attn, kernel, block_size=T, **size_of(args.preset))
+    if args.dtype == "bfloat16":
+        # as in sample.py: autocast would cast the weights anew for every token
+        round_to_bf16(model)
+    run = model.step
+    if args.compile:
+        run = torch.compile(model.step, mode="reduce-overhead", fullgraph=True)  # with CUDA graphs
+    context = torch.zeros(B, T, dtype=torch.int64, device=args.device)  # any token takes as long
     with torch.inference_mode(), args.autocast:
         _, state = model.prefill(context[:, :1])
+    room = min(64, T)
+    steps = itertools.count()
 
     def step():
         with torch.inference_mode(), args.autocast:
             if next(steps) % room == 0:
-                for layer in state:
-                    layer["T"].fill_(T - room)
-            return next_token(run(context[:, :1], state)[:, -1], 0, None, None, None)
+                state["length"].fill_(T - room)  # the context was full: back by some tokens
+            logits = run(context[:, :1], state)
+            return next_token(logits[:, -1], temperature=0)
 
     def recompute():
         with torch.inference_mode(), args.autocast:
-            return next_token(model(context)[0][:, -1], 0, None, None, None)
+            logits, _ = model(context)
+            return next_token(logits[:, -1], temperature=0)
 
-    size = sum(tensor.nbytes for layer in state for name, tensor in layer.items() if name != "T")
-    functions = {"step": step, "recompute": recompute} if B == 1 else {"step": step}
-    return functions, {"bytes of state a sequence": size // B}
+    state_bytes = sum(tensor.nbytes for layer in state["layers"] for tensor in layer.values())
+    functions = {"step": step}
+    if B == 1:
+        functions["recompute"] = recompute
+    return functions, {"kernel": used, "bytes of state a sequence": state_bytes // B}
 
 
 def decode(args):
-    """Tokens per second and bytes of state of the sampler, by the length of its context.
-    A step is greedy, over the last tokens before T, for --num_samples sequences at once. Of one sequence also how many
-    times as fast that is as running the whole context through the model for every token, the way nanoGPT samples."""
-    (size, about), rows = machine(args), []
-    Ts = args.T or ([1024, 8192] if args.device.type == "cuda" else [64, 256, 1024, 4096])
-    for B, T in itertools.product(args.num_samples, Ts):
-        found, seconds = rounds({attn: partial(decoding, args, size, attn, B, T) for attn in args.arms}, args.repeats)
-        for attn, facts in found.items():
-            row = {"sequences": B, "context": T, "attn": attn}
-            if (attn, "step") in seconds:
-                step = seconds[attn, "step"]
-                row |= {"tokens/s": B / float(np.median(step)), "ms a step": 1000 * float(np.median(step))}
-            if (attn, "recompute") in seconds:
-                row["× recomputing"] = spread(seconds[attn, "recompute"] / step)
-            rows.append(row | facts)
-    publish_timings(args, rows, about, "context", "tokens/s", "attn", "sequences")
+    """See DECODE."""
+    set_up(args)
+    lengths = args.T
+    if lengths is None:
+        lengths = [1024, 8192] if args.device.type == "cuda" else [64, 256, 1024, 4096]
+    cases = []
+    for B in args.num_samples:
+        part = f"{B} sequences at once" if B > 1 else "one sequence"
+        for T in lengths:
+            cases.append(Case(part, build_decoding, B, T, tokens=B))
+    publish_timings(args, "decode", cases)
 
 
-def open_models(args):
-    """The checkpoints of --ckpt, each with .enc, its tokenizer, and .arm and .key, its names in a table."""
-    models, runs = [], []
-    for path in args.ckpt:
-        path = path / "ckpt.pt" if path.is_dir() else path
-        model = GPT.load(path, args.device).eval()
-        if not {"run", "tokenizer"} <= model.extra.keys():
-            raise ValueError(f"{path} does not say what it was trained on, as those of train.py do")
-        model.enc = get_tokenizer(model.extra["tokenizer"])
-        models.append(model)  # of one run there may be an early and a late one: the steps done tell them apart
-        runs.append(asdict(model.config) | model.extra["run"] | dict(steps=model.extra["step"]))
-    for model, run, arm in zip(models, runs, arms(runs)):
-        model.arm, model.key = arm, {"attn": arm, "seed": str(run["seed"])}
-    if len({str(model.key) for model in models}) < len(models):
-        raise ValueError("--ckpt names a checkpoint twice")
-    return models
+# flags
 
 
-def open_data(args):
-    """The models, train and val of what they were trained on, and T, their smallest block."""
-    models = open_models(args)
-    path = args.data or models[0].extra["run"]["data"]
-    train_split, val, tokenizer, what = load_data(None if str(path) == "pydoc_data.topics" else Path(path))
-    for model in models:
-        if model.extra["tokenizer"] != tokenizer:
-            raise ValueError(f"{model.arm} speaks {model.extra['tokenizer']}, and {what['data']} is in {tokenizer}")
-        if args.data is None and model.extra["run"]["data_sha256"] != what["data_sha256"]:
-            raise ValueError(f"{model.arm} was trained on other data than {what['data']} is now: name some with --data")
-    args.data, T = what["data"], min(model.config.block_size for model in models)
-    if not val.sequences(T) or max(int(a.max(initial=0)) for a in val.arrays) >= models[0].config.vocab_size:
-        raise ValueError(f"the val split of {what['data']} has not one sequence of {T} tokens that the model knows")
-    return models, train_split, val, T
+def add_loss_flags(p):
+    p.add_argument("runs", nargs="*", type=Path, default=[Path("out")],
+                   help="folders: all runs below them (out)")
 
 
-def batches(val, T, args):
-    """The first sequences of val, about --tokens: (B, T + 1) int64 at a time, B T at most 8,192 or B = 1."""
-    n, B = max(1, min(val.sequences(T), args.tokens // T)), max(1, 8192 // T)
-    for first in range(0, n, B):
-        rows = [val.sequence(i, T) for i in range(first, min(first + B, n))]
-        yield torch.from_numpy(np.stack(rows)).to(args.device)
+def add_timing_flags(p):
+    """The flags that speed and decode share."""
+    whole_numbers = train.comma_list(train.positive_int)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    switch = argparse.BooleanOptionalAction
+    p.add_argument("--arms", type=train.comma_list(train.arm), default=list(ATTENTION),
+                   help="comma list of arms; the others are compared to the first (all)")
+    p.add_argument("--kernel", type=train.comma_list(kernel_name), default=["auto"],
+                   help=f"comma list, of softmax and diff: auto, {', '.join(KERNELS)} (auto)")
+    p.add_argument("--decay", action=switch, default=False, help="heads forget (off)")
+    p.add_argument("--T", type=whole_numbers,
+                   help="comma list of lengths in tokens (1024 and more on cuda, less on a CPU)")
+    p.add_argument("--repeats", type=train.positive_int, default=7, help="rounds (%(default)s)")
+    p.add_argument("--preset", choices=train.PRESETS,
+                   help="train.py's, for the size of the model (gpt2 on cuda, else toy)")
+    p.add_argument("--device", default=default, help="cuda, cuda:1, cpu (%(default)s)")
+    p.add_argument("--dtype", choices=["float32", "bfloat16"],
+                   help="of the matrix products (bfloat16 on cuda, else float32)")
+    p.add_argument("--compile", action=switch, help="torch.compile (on cuda)")
 
 
-def token_losses(model, tokens):
-    """The loss in nats of each token of (B, T + 1) given those before it: (B, T) float32."""
-    logits, _ = model(tokens[:, :-1], tokens[:, 1:])
-    return F.cross_entropy(logits.float().mT, tokens[:, 1:], reduction="none")
+def add_speed_flags(p):
+    p.add_argument("--batch_size", type=train.positive_int,
+                   help="sequences of the preset's block_size in a call (the preset's)")
 
 
-def val_losses(model, val, T, args, losses=token_losses):
-    """The losses of val's first sequences, (n, T) float64."""
-    return torch.cat([losses(model, batch).double() for batch in batches(val, T, args)]).numpy(force=True)
+def add_decode_flags(p):
+    p.add_argument("--num_samples", type=train.comma_list(train.positive_int), default=[1, 8, 64],
+                   help="comma list: sequences at once (1,8,64)")
 
 
-def through_scores(model, look):
-    """From now on the model runs through its maps, look(S) in the place of every layer's scores S (B, H, T, T)."""
-
-    def seen(scores, *args):
-        return look(scores(*args))
-
-    for layer in (block.attn for block in model.blocks):
-        layer.flash, layer.scores = False, partial(seen, partial(type(layer).scores, layer))
+def kernel_name(text):
+    """The type of a flag: auto, or the name of a kernel."""
+    if text not in ("auto", *KERNELS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of auto, {', '.join(KERNELS)}")
+    return text
 
 
-def attention_maps(model, idx):
-    """Every layer's map of idx (B, T): n_layer tensors (B, h, T, T)."""
-    found, hooks = [], []
-    for block in model.blocks:
-        hooks.append(block.attn.register_forward_hook(lambda layer, args, y: found.append(layer.map(args[0]))))
-    model(idx)
-    for hook in hooks:
-        hook.remove()
-    return found
-
-
-def show(args, tables, ylabel, panel=None, figure=None, **about):
-    """Publishes tables of checkpoints, caption to rows: over the seeds, where there are several, and each for itself.
-    The figure, if none is given, is of the last table, of its columns of floats."""
-    import pandas as pd
-
-    tables = {caption: pd.DataFrame(rows) for caption, rows in tables.items()}
-    df = list(tables.values())[-1]
-    if figure is None:
-        curves = df.melt(list(df.select_dtypes(exclude="float")))
-        figure = plot(curves, "variable", "value", panel=panel, xlabel="", ylabel=ylabel)
-    if df["seed"].nunique() > 1:
-        means = {f"{caption}, mean ± standard deviation over seeds": over_seeds(df) for caption, df in tables.items()}
-        tables = means | tables
-    about = conditions(args.device, dtype="float32", **about, **{"data": args.data} if "data" in args else {})
-    publish(args.out, args.verb.__name__, about, tables, figure)
-
-
-def ngrams(tokens, n, base):
-    """The number of the n-gram that ends at each token of (..., T) from the n-th on: (..., T - n + 1) int64."""
-    T = tokens.shape[-1]
-    return sum(tokens[..., i : T - n + 1 + i].astype(np.int64) * base ** (n - 1 - i) for i in range(n))
-
-
-def slices(args):
-    """Val loss of what the context held before, and of the rest (Table 6; Zoology, arXiv 2312.04927).
-    An AR-hit ends an n-gram which its context holds already, so that it could be looked up there, and which is not one
-    of the most frequent in the training data, those that make up half of it. n = 2 for gpt2 tokens and 5 for bytes."""
-    import pandas as pd
-
-    (models, train_split, val, T), rows, counted = open_data(args), [], []
-    base, n = models[0].enc.n_vocab, 2 if models[0].enc.name == "gpt2" else 5
-    for a in train_split.arrays:
-        counted.append(a[: args.count - sum(map(len, counted))])
-    counted = np.concatenate(counted)
-    seen = pd.Series(ngrams(counted, n, base)).value_counts()  # the most frequent first
-    k = seen.iloc[seen.cumsum().searchsorted(seen.sum() / 2, side="right")]
-    numbers = ngrams(torch.cat(list(batches(val, T, args))).numpy(force=True), n, base)
-    again = np.stack([pd.Series(row).duplicated() for row in numbers])
-    hits = np.pad(again & ~np.isin(numbers, seen.index[seen > k]), ((0, 0), (n - 2, 0)))
-    for model in models:
-        loss = val_losses(model, val, T, args)
-        kinds = {"all": loss, "AR-hits": loss[hits], "the rest": loss[~hits]}
-        means = {kind: some.mean() if some.size else math.nan for kind, some in kinds.items()}
-        rows.append(model.key | means)
-    rule = f"{n}-grams seen more than {k:,} times in the first {len(counted):,} training tokens"
-    caption = f"val loss in nats per token; {hits.mean():.1%} of the tokens are AR-hits"
-    show(args, {caption: rows}, "val loss (nats per token)", tokens=hits.size, context=T, no_hit=rule)
-
-
-def windowed_losses(model, tokens):
-    """token_losses with what the sampler sees (GPT.generate): when block_size tokens are full, a new beginning at the
-    last half of them. (B, T + 1) to (B, T)."""
-    block, T = model.config.block_size, tokens.shape[1] - 1
-    losses, done, start = [], 0, 0
-    while done < T:
-        end = min(start + block, T)
-        losses.append(token_losses(model, tokens[:, start : end + 1])[:, done - start :])
-        done, start = end, end - max(1, block // 2) + 1
-    return torch.cat(losses, 1)
-
-
-def position(args):
-    """Mean loss by position in the text, up to and beyond the trained block (Figure 4).
-    Every arm sees its whole context; the softmax arms also as sample.py runs them, whose cache starts anew from its
-    last half whenever it is full."""
-    (models, _, val, T), upto, between = open_data(args), [], []
-    L = args.length or 4 * T
-    if not val.sequences(L):
-        raise ValueError(f"the val split of {args.data} has {val.tokens:,} tokens, too few for --length={L}")
-    ends = sorted({min(L, 2**i) for i in range(4, 64) if 2 ** (i - 1) < L} | {min(T, L)})
-    for model in models:
-        ways = {model.arm: token_losses}
-        if isinstance(model.blocks[0].attn, Softmax):
-            ways[f"{model.arm}, window"] = windowed_losses
-        for name, losses in ways.items():
-            c, key = val_losses(model, val, L, args, losses), model.key | dict(attn=name)
-            upto.append(key | {f"{end:,}": c[:, :end].mean() for end in ends})
-            spans = zip([0, *ends], ends)
-            between.append(key | {f"{start + 1:,} to {end:,}": c[:, start:end].mean() for start, end in spans})
-    tables = {"Mean loss between positions (nats per token)": between, "Mean loss up to a position": upto}
-    show(args, tables, "mean loss up to the position (nats per token)", tokens=c.size, trained_block=T)
-
-
-def extremes(x):
-    """The 100 largest absolute values of x, and a histogram of all of them with 64 bins an octave."""
-    x = x.abs().flatten().float()
-    parts = x.clamp(2.0**-31.9, 2.0**31.9).log2().split(2**24)  # histc counts in float32
-    return x.topk(min(100, len(x))).values.cpu(), sum(torch.histc(part, 4096, -32, 32).double().cpu() for part in parts)
-
-
-def extremes_row(found):
-    """The largest of all extremes(x) in found, and the median, within 0.6 %."""
-    tops, histograms = zip(*found)
-    top, sums = torch.cat(tops).sort(descending=True).values, sum(histograms).cumsum(0)
-    median = 2 ** ((int(torch.searchsorted(sums, sums[-1] / 2)) + 0.5) / 64 - 32)
-    return {f"top-{k}": top[k - 1].item() for k in (1, 2, 3, 10, 100) if k <= len(top)} | {"median": median}
-
-
-def outliers(args):
-    """The largest scores and activations beside their median (Table 5).
-    Absolute values, over all layers, heads and tokens, of what layer.scores gives below and on the diagonal (attention
-    logits in the softmax arms, products of features before the division in the linear ones), for each branch of a
-    difference; and of the residual stream after each block."""
-    (models, _, val, T), rows = open_data(args), []
-    causal = torch.ones(T, T, dtype=torch.bool, device=args.device).tril()
-    for model in models:
-        branches = model.blocks[0].attn.branches
-        scores, stream = [[] for _ in range(branches)], []
-
-        def look(S):
-            for i in range(branches):  # noqa: B023
-                scores[i].append(extremes(S[:, i::branches][..., causal]))  # noqa: B023
-            return S
-
-        through_scores(model, look)
-        for block in model.blocks:
-            block.register_forward_hook(lambda block, args, y: stream.append(extremes(y)))  # noqa: B023
-        n = sum(len(model(batch[:, :-1])[0]) for batch in batches(val, T, args))
-        kinds = ["scores, branch 1", "scores, branch 2"] if branches == 2 else ["scores"]
-        for kind, found in zip([*kinds, "residual stream"], [*scores, stream]):
-            rows.append(dict(of=kind) | model.key | extremes_row(found))
-    rows.sort(key=lambda row: row["of"], reverse=True)
-    show(args, {"The largest absolute values and the median": rows}, "absolute value", "of", tokens=n * T, context=T)
-
-
-def residual(args):
-    """Norm of the residual stream by layer, at init and at the end.
-    The length ||x|| of a token's stream as the embedding and then each block leave it, the mean over val tokens. At
-    init: the weights drawn anew from the run's seed. Shows what the norm on each head's output does at first."""
-    (models, _, val, T), rows = open_data(args), []
-    for model in models:
-        names = ["embedding", *(f"block {depth}" for depth in range(model.config.n_layer))]
-        new = GPT(model.config, model.extra["run"]["seed"]).to(args.device)
-        for when, one in (("init", new), ("end", model)):
-            norms = []
-            for layer in (one.wte, *one.blocks):
-                layer.register_forward_hook(lambda layer, args, y: norms.append(y.norm(dim=-1).flatten()))  # noqa: B023
-            for batch in batches(val, T, args):
-                one(batch[:, :-1])
-            means = [torch.cat(norms[i :: len(names)]).mean().item() for i in range(len(names))]
-            rows.append(model.key | dict(at=when) | dict(zip(names, means)))
-    tables = {"Norm of the residual stream, mean over tokens": rows}
-    show(args, tables, "norm of the residual stream", "at", tokens=args.tokens, context=T)
-
-
-def absmax(S, bits, dims):
-    """S rounded to 2^(bits - 1) - 1 steps either side of zero, the largest absolute value over dims being the last.
-    Only entries on and below the diagonal count: the rest is never looked at."""
-    step = S.tril().abs().amax(dims, keepdim=True).clamp(min=1e-30) / (2 ** (bits - 1) - 1)
-    return (S / step).round() * step
-
-
-def quant(args):
-    """Val loss with the scores rounded to few bits (Figure 8).
-    What layer.scores gives is rounded to 2^(bits - 1) - 1 steps either side of zero, the largest absolute value being
-    the last step: of each text and layer, all heads and branches together, or with --per=head of each head."""
-    (models, _, val, T), rows, above = open_data(args), [], []
-    dims = (1, 2, 3) if args.per == "layer" else (2, 3)
-    for model in models:
-        rounded = {}
-        through_scores(model, torch.clone)
-        exact = val_losses(model, val, T, args).mean()
-        for bits in (8, 6, 4):
-            through_scores(model, partial(absmax, bits=bits, dims=dims))
-            rounded[f"{bits} bits"] = val_losses(model, val, T, args).mean()
-        rows.append(model.key | dict(exact=exact) | rounded)
-        above.append(model.key | {bits: loss - exact for bits, loss in rounded.items()})
-    tables = {"val loss in nats per token, scores rounded": rows, "the same above that of exact scores": above}
-    show(args, tables, "val loss above that of exact scores", tokens=args.tokens, context=T, absmax=args.per)
-
-
-def score_hellaswag(model, rows, block):
-    """The shares of rows whose right ending is the likeliest. A context too long for the block is cut from the left."""
-    right, cut = [], 0
-    for row in rows:
-        context = model.enc.encode_ordinary(row["ctx"])
-        endings = [model.enc.encode_ordinary(" " + ending) for ending in row["endings"]]
-        cut += len(context) + max(map(len, endings)) > block + 1
-        texts = [torch.tensor((context + ending)[-block - 1 :]) for ending in endings]
-        padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)  # behind: no token looks ahead
-        losses = token_losses(model, padded.to(model.wte.weight.device)).cpu()
-        own = [loss[: len(text) - 1][-len(ending) :] for loss, text, ending in zip(losses, texts, endings)]
-        likeliest = np.argmin([[x.sum(), x.mean()] for x in own], 0)
-        right.append(likeliest == int(row["label"]))
-    plain, normalised = np.mean(right, 0).tolist()
-    error = math.sqrt(normalised * (1 - normalised) / len(rows))
-    return {"accuracy, normalised": normalised, "standard error": error, "accuracy": plain, "contexts cut": cut}
-
-
-def hellaswag(args):
-    """Zero-shot accuracy on HellaSwag, 10,042 unfinished stories with four endings (Section 3.1).
-    Normalised accuracy: the ending whose tokens have the smallest mean loss, after the context and a space; beside it
-    the accuracy by the sum of the losses. Guessing gets 0.25."""
-    import datasets
-
-    models, rows = open_models(args), []
-    try:
-        stories = datasets.load_dataset(args.source, split="validation")
-    except Exception as e:  # no network, no folder, no such split: of many classes
-        raise ValueError(f"can't read HellaSwag from --source={args.source}, a folder will do: {e}") from None
-    stories = stories.select(range(min(args.limit, len(stories)))).to_list()
-    block = min(model.config.block_size for model in models)
-    for model in models:
-        rows.append(model.key | dict(rows=len(stories)) | score_hellaswag(model, stories, block))
-    show(args, {"HellaSwag, zero-shot": rows}, "", source=args.source, context=block)
-
-
-def maps(args):
-    """The attention maps of a text, heads averaged and one by one (Figure 1).
-    Row i is how token i mixes the tokens before it; what is subtracted more than it is added is negative. The table is
-    of all layers, the figure of one: purple above zero, orange below."""
-    models, shown, rows = open_models(args), {}, []
-    layer = args.layer or min(model.config.n_layer for model in models)
-    for model in models:
-        tokens = model.enc.encode_ordinary(args.text)
-        if not 1 < len(tokens) <= 256 or layer > model.config.n_layer:
-            raise ValueError(f"{model.arm} needs 2 to 256 tokens and a --layer up to {model.config.n_layer}")
-        found = [A[0].float().cpu() for A in attention_maps(model, torch.tensor([tokens], device=args.device))]
-        shown.setdefault(model.arm, found[layer - 1])  # the first of the seeds
-        for depth, A in enumerate(found, 1):
-            size = A.abs().sum(-1)
-            numbers = {"smallest": A.min(), "largest": A.max(), "sum of a row": A.sum(-1).mean()}
-            numbers["negative share"] = (-A).clamp(min=0).sum() / size.sum()
-            numbers["on the first token"] = (A[..., 0].abs() / size).mean()
-            rows.append(model.key | dict(layer=depth, heads=len(A)) | {name: x.item() for name, x in numbers.items()})
-    words = [models[0].enc.decode([t]).replace(" ", "␣").replace("\n", "↵").replace("$", r"\$") for t in tokens]
-    tables = {"Attention maps (shares are of absolute values)": rows}
-    show(args, tables, "", figure=draw_maps(shown, words), text=repr(args.text), layer_shown=layer)
-
-
-def draw_maps(shown, words):
-    """A column for each arm's map (h, T, T), the mean of the heads on top."""
-    from matplotlib.figure import Figure
-
-    heads = max(map(len, shown.values()))
-    figure = Figure(figsize=(3.2 * len(shown) + 0.8, 2.9 * (1 + heads)), layout="constrained")
-    largest = torch.cat([A[A != 0].abs() for A in shown.values()]).quantile(0.99).item()
-    for column, (arm, A) in enumerate(shown.items(), 1):
-        for i, B in enumerate([A.mean(0), *A]):
-            ax = figure.add_subplot(1 + heads, len(shown), column + i * len(shown))
-            B = np.ma.masked_where(np.triu(np.ones(B.shape, bool), 1), B.numpy())
-            image = ax.imshow(B, cmap="PuOr", vmin=-largest, vmax=largest)
-            ax.set_title(f"{arm}, head {i}" if i else f"{arm}, mean of {len(A)} heads", fontsize=9)
-            if len(words) <= 32:
-                ax.set_xticks(range(len(words)), words, fontsize=6)
-                ax.set_yticks(range(len(words)), words, fontsize=6)
-    figure.colorbar(image, ax=figure.axes, shrink=0.4, extend="both", label="weight (1 % are beyond the ends)")
-    return figure
-
-
-def comma_list(text):
-    return [train.count(word) if word[0].isdigit() else word for word in text.split(",")]
+def add_verb(verbs, name, function, text):
+    """The parser of a verb, with the flag that all verbs have."""
+    usage = f"bench.py {name} [--flag=value ...]    (--help lists the flags)"
+    p = verbs.add_parser(name, usage=usage, help=text.splitlines()[0], description=text,
+                         formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.set_defaults(verb=function)
+    p.add_argument("--out", type=Path, default="out/bench",
+                   help="folder of the results (%(default)s)")
+    return p
 
 
 def main(argv=None):
-    raw, default = argparse.RawDescriptionHelpFormatter, "cuda" if torch.cuda.is_available() else "cpu"
-    p = argparse.ArgumentParser(prog="bench.py", description=__doc__, formatter_class=raw)
-    tokens = {slices: (65_536, 4_000_000), position: (65_536, 4_000_000), outliers: (32_768, 400_000),
-              residual: (32_768, 400_000), quant: (16_384, 1_000_000)}  # on a CPU, on a GPU  # fmt: skip
-    verbs, of = p.add_subparsers(dest="verb", required=True, metavar="verb"), {}
-    for verb in (loss, speed, decode, slices, position, outliers, residual, quant, hellaswag, maps):
-        q = verbs.add_parser(verb.__name__, help=verb.__doc__.splitlines()[0], description=verb.__doc__)
-        q.set_defaults(verb=verb)
-        q.add_argument("--out", type=Path, default="out/bench", help="folder of what is written (%(default)s)")
-        of[verb] = q.add_argument
-        if verb is not loss:
-            q.add_argument("--device", default=default, help="cuda, cpu, … (%(default)s)")
-        if verb in (speed, decode):
-            q.add_argument("--arms", type=comma_list, default=list(ATTENTION), help="a comma list (all)")
-            q.add_argument("--T", type=comma_list, help="lengths, a comma list (1024 and more on cuda, less on a CPU)")
-            q.add_argument("--repeats", type=train.count, default=7, help="rounds (%(default)s)")
-            q.add_argument("--preset", choices=train.PRESETS, help="train.py's, for the size (gpt2 on cuda, else toy)")
-            q.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the matmuls (bfloat16 on cuda)")
-            q.add_argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (on cuda)")
-        elif verb is not loss:
-            q.add_argument("--ckpt", type=Path, nargs="+", required=True, help="checkpoints, or runs' folders")
-        if verb in tokens:
-            q.add_argument("--data", type=Path, help="folder of shards or text file (what they were trained on)")
-            q.add_argument("--tokens", type=train.count, help="val tokens ({}; on cuda {})".format(*tokens[verb]))
-    of[loss]("runs", nargs="*", type=Path, default=[Path("out")], help="folders, the runs below them (out)")
-    of[speed]("--kernel", type=comma_list, default=["auto"], help=f"of softmax and diff: auto, {', '.join(KERNELS)}")
-    of[speed]("--batch_size", type=train.count, help="sequences of the preset in a call (the preset's)")
-    of[decode]("--num_samples", type=comma_list, default=[1, 8, 64], help="sequences at once (1,8,64)")
-    of[slices]("--count", type=train.count, default=50_000_000, help="training tokens whose n-grams are counted (5e7)")
-    of[position]("--length", type=train.count, help="tokens to go up to (four blocks)")
-    of[quant]("--per", choices=("layer", "head"), default="layer", help="what shares one absmax (layer)")
-    of[hellaswag]("--source", default="Rowan/hellaswag", help="dataset on the hub, or a folder (%(default)s)")
-    of[hellaswag]("--limit", type=train.count, default=10_042, help="rows, from the first (all %(default)s)")
-    of[maps]("--text", default="The cat sat on the mat.", help="what the maps are of (%(default)s)")
-    of[maps]("--layer", type=train.count, help="the layer in the figure, from 1 (the last)")
-    args = p.parse_args(argv)
-    if args.verb is not loss:
-        try:
-            args.device = torch.zeros(1, device=args.device).device
-        except (RuntimeError, AssertionError) as e:
-            raise ValueError(f"--device={args.device}: {str(e).splitlines()[0]}") from None
-    if args.verb in tokens:
-        args.tokens = args.tokens or tokens[args.verb][args.device.type == "cuda"]
-    import matplotlib  # noqa: F401, what is missing or can't be written to is known now, not after hours
-    import pandas  # noqa: F401
-
-    args.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=args.out), torch.set_grad_enabled(args.verb in (speed, decode)):
-        args.verb(args)
+    parser = argparse.ArgumentParser(
+        prog="bench.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    verbs = parser.add_subparsers(required=True, metavar="verb")
+    p = add_verb(verbs, "loss", loss, LOSS)
+    add_loss_flags(p)
+    p = add_verb(verbs, "speed", speed, SPEED)
+    add_timing_flags(p)
+    add_speed_flags(p)
+    p = add_verb(verbs, "decode", decode, DECODE)
+    add_timing_flags(p)
+    add_decode_flags(p)
+    args = parser.parse_args(argv)
+    report.check_can_publish(args.out)  # now, and not after hours of timing
+    args.verb(args)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 Publishes a result, its tables and its figure together, and does the statistics over seeds for it.
 
     runs = pd.DataFrame(rows)                               # a row for each run: arm, seed, loss
-    table = over_seeds(runs, by=["arm"], values=["loss"])   # a row for each arm, with 95 % intervals
+    table = over_seeds(runs, by=["arm"], values=["loss"])   # a row for each arm
     figure, (ax,) = new_figure()
     dot_plot(ax, runs, "loss", row="arm")
     ax.set(xlabel="val loss, nats per byte")
@@ -24,7 +24,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Okabe and Ito's colours, which every kind of eye can tell apart. Dashed is a difference of two maps.
+# Okabe and Ito's colours, which every kind of eye can tell apart. A dashed line stands for the
+# difference of two maps.
 STYLE = {
     "softmax": dict(color="#0072B2", linestyle="-"),
     "diff": dict(color="#D55E00", linestyle="--"),
@@ -48,7 +49,7 @@ LOOK = {
 
 
 class MeanError(NamedTuple):
-    """A mean or a median with what stands behind its ±. The table's caption says which error it is.
+    """A mean or a median, and what stands behind its ±. The caption says which error that is.
 
     MeanError(1.25, 0.01) is shown as "1.250 ± 0.010", and without an error (NaN) as "1.250".
     """
@@ -63,8 +64,8 @@ class MeanError(NamedTuple):
 def pooled_sd(df, value, by):
     """The standard deviation of a run around the mean of its group, and its degrees of freedom.
 
-    Rows that agree in the columns `by` are a group. The squared distances of all groups are added up
-    and divided by the sum of the groups' n - 1. Rows without a value are left out. The standard
+    Rows that agree in the columns `by` are a group. The squared distances of all groups are added
+    up and divided by the sum of the groups' n - 1. Rows without a value are left out. The standard
     deviation is NaN where no group has two runs.
 
         df = pd.DataFrame(dict(arm=["a", "a", "b", "b"], loss=[1.0, 3.0, 5.0, 5.0]))
@@ -94,7 +95,7 @@ def half_width(sd, dof, *counts):
 
 
 def mean_interval(values, sd, dof):
-    """The 95 % interval of a mean, as MeanError(mean, half of the interval's width).
+    """The 95 % interval of a mean, as MeanError(mean, half of its width).
 
         mean_interval([1.0, 3.0], sd=1.0, dof=2)    # MeanError(2.0, 3.04)
     """
@@ -103,7 +104,7 @@ def mean_interval(values, sd, dof):
 
 
 def difference(a, b, sd, dof):
-    """The 95 % interval of mean(a) - mean(b), as MeanError(difference, half of the interval's width).
+    """The 95 % interval of mean(a) - mean(b), as MeanError(difference, half of its width).
 
     a and b are the runs of two groups, not paired: arms that share a seed share their first weights
     and their data, and yet pairing them took nothing off the noise. sd and dof are pooled_sd's.
@@ -115,8 +116,9 @@ def difference(a, b, sd, dof):
 
 
 def over_seeds(df, by, values):
-    """A row for each group of the columns `by`: its number of runs n, and the mean of each column of
-    `values` with a 95 % interval from the standard deviation that is pooled over all groups.
+    """A row for each group of the columns `by`: n, its number of runs that have all the values, and
+    the means of the columns `values`. They have a 95 % interval from the standard deviation that is
+    pooled over all groups. A mean of no values is None.
 
         over_seeds(runs, by=["arm", "decay"], values=["loss"])      # columns arm, decay, n, loss
     """
@@ -126,7 +128,7 @@ def over_seeds(df, by, values):
     rows = []
     for key, group in df.groupby(by, sort=False, dropna=False):
         row = dict(zip(by, key))
-        row["n"] = len(group)
+        row["n"] = len(group.dropna(subset=values))
         for value in values:
             found = group[value].dropna()
             row[value] = mean_interval(found, *pooled[value]) if len(found) else None
@@ -169,8 +171,8 @@ def conditions(device, **more):
 
 
 def check_can_publish(out):
-    """Fails now, and not after hours of work, if publish would: OSError if the folder `out` can't be
-    written to, ImportError if a library is missing.
+    """Fails now, and not after hours of work, if publish would: with OSError if the folder `out`
+    can't be written to, and with ImportError if a library is missing.
 
         check_can_publish(args.out)     # the first line of a main()
     """
@@ -303,8 +305,8 @@ def styles(labels):
 def line_plot(ax, df, x, y, by, seed=None, band=None):
     """Draws a line for each value of the column `by`. Call label_ends(ax) when the axes are final.
 
-    seed: the column that tells runs apart that are averaged: each run is a thin line, their mean is a
-    thick one, where all of them have a value. Without it, df holds one row for each line and x.
+    seed: the column that tells runs apart that are averaged. Each run is a thin line, their mean is
+    a thick one, where all of them have a value. Without it, df has one row for each line and x.
     band: the names of two columns, the lower and the upper end of a shaded interval.
 
         line_plot(ax, df, "context", "accuracy", by="arm", seed="seed")
@@ -316,25 +318,41 @@ def line_plot(ax, df, x, y, by, seed=None, band=None):
         style = look[label] | dict(markersize=5)
         group = group.sort_values(x, kind="stable")
         if seed is not None:
-            # a mean over other seeds at another x would make a step that no run has
             for _, run in group.groupby(seed):
                 ax.plot(run[x], run[y], linewidth=0.8, alpha=0.35, color=style["color"])
+            # where a seed is missing, the mean of the others would make a step that no run has
             at_x = group.groupby(x)[y]
-            everywhere = at_x.count() == group[seed].nunique()
-            mean = at_x.mean()[everywhere]
+            complete = at_x.count() == group[seed].nunique()
+            mean = at_x.mean()[complete]
         else:
             mean = group.set_index(x)[y]
         if band is not None:
-            ax.fill_between(group[x], group[band[0]], group[band[1]], color=style["color"], alpha=0.2)
+            ax.fill_between(group[x], group[band[0]], group[band[1]], color=style["color"],
+                            alpha=0.15, linewidth=0)
         ax.plot(mean.index, mean, linewidth=2.4, label=label, **style)
 
 
+def short_numbers(axis):
+    """Writes the ticks of a logarithmic axis as 20 k, 50 k, 100 k. It needs the final limits.
+
+        short_numbers(ax.xaxis)
+    """
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+
+    low, high = sorted(axis.get_view_interval())
+    digits = (1, 2, 5) if high / low > 10 else range(1, 10)  # so that a short axis has ticks, too
+    axis.set_major_locator(LogLocator(subs=digits))
+    axis.set_major_formatter(EngFormatter())
+    axis.set_minor_formatter(NullFormatter())
+
+
 def label_ends(ax):
-    """Writes the label of each line of the axes at its right end, in its colour, instead of a legend.
-    Call it last: it needs the final limits and scales."""
-    ax.figure.draw_without_rendering()  # lays the figure out, so that the height of the axes is known
+    """Writes the label of each line at its right end, in its colour, so that there is no legend.
+    Call it last, because it needs the final limits and scales."""
+    ax.figure.draw_without_rendering()  # a layout, so that the height of the axes is known
     size = LOOK["font.size"] - 1
-    gap = 1.3 * size / 72 * ax.figure.dpi / ax.bbox.height  # a line of text, as a share of the height
+    line_height = 1.3 * size / 72 * ax.figure.dpi  # in pixels
+    gap = line_height / ax.bbox.height
     to_axes = ax.transData + ax.transAxes.inverted()
     ends = []
     for line in ax.get_lines():
@@ -363,9 +381,9 @@ def label_ends(ax):
 
 
 def dot_plot(ax, df, value, row, condition=None):
-    """Draws a row for each value of the column `row`, from the top in the order of df. Each run is a
-    dot at its `value`, an upright line is their mean, and a level one the 95 % interval of the mean,
-    from the standard deviation that is pooled over all groups.
+    """Draws a row for each value of the column `row`, from the top in the order of df. Each run is
+    a dot at its `value`. An upright line is their mean, and a level one is the 95 % interval of the
+    mean, from the standard deviation that is pooled over all groups.
 
     condition: a column of two values. The dots of the first are hollow, those of the second filled,
     and the first row says which is which.
