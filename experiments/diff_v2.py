@@ -1,113 +1,92 @@
 """
-What does the authors' second version of differential attention change at toy size?
+The authors' second version of differential attention, as an arm. experiments.toy compares it with the first.
 
-    python -m experiments.diff_v2           # 30 runs of the toy; goes on where it stopped
-    python -m experiments.diff_v2 --seed=1  # --seed and --out; other flags are train.py's
-    python -c "import experiments.diff_v2, train; train.main(['--attn=diff_v2'])"   # one run; so for sample.main
+    python -m experiments.diff_v2 train --attn=diff_v2              # train.py, which then knows the arm
+    python -m experiments.diff_v2 sample --ckpt out/diff_v2         # and so sample, bench, experiments.checkpoints
 
 V2 is a blog post of January 2026, https://huggingface.co/blog/microsoft/diff-attn-v2, and one layer of code,
-https://github.com/microsoft/unilm/tree/master/Diff-Transformer/Diff-Transformer-V2; we know of no paper.
-What differs from the first version:
-- Keys and values are softmax's, H heads of d channels. Each head gets a second query: q_proj is C x 2C.
-- lambda is a sigmoid of a projection of the token: one for each token and head, between 0 and 1. No lambda_init.
-- No norm on the heads' output, and no factor 1 - lambda_init.
-So a block has C^2 + C H parameters more than softmax's. `diff_v2_narrow` takes them from the MLP. The released layer
-leaves its weights to PyTorch; here lambda's are drawn like those of every matrix, so that lambda starts near 1/2.
-"""
-import argparse
-import itertools
-import sys
-from pathlib import Path
+https://github.com/microsoft/unilm/tree/master/Diff-Transformer/Diff-Transformer-V2. We know of no paper.
+It differs from the first version in this:
 
-import torch
+- Keys and values are softmax's, H heads of d channels. Each head gets a second query, so q_proj is C x 2C.
+- lambda is a sigmoid of a projection of the token: one for each token and head. There is no lambda_init.
+- There is no norm on the heads' output (--subln adds one), and no factor 1 - lambda_init.
+
+So a block has C^2 + C H parameters more than softmax's. `matched_width` says by how much narrower an MLP pays
+for them. The released layer leaves its weights to PyTorch. Here those of lambda are drawn like every matrix, so
+lambda starts near 1/2.
+"""
+import runpy
+import sys
+
 import torch.nn as nn
 
-import bench
-import train
-from model import ATTENTION, Softmax, wide
+from model import ATTENTION, NORM_EPS, Softmax, upcast
 
 
 class DiffV2(Softmax):
-    """A = A_1 - lambda A_2, and row i of A_n is softmax(q_n,i K^T / sqrt(d) + log D), lambda_i = sigmoid(w . x_i).
-    Queries 2j and 2j+1 are the branches of head j, and share its key and its value."""
+    """A = A_1 - lambda A_2, where row i of A_n is softmax(q_n,i K^T / sqrt(d) + log D), lambda_i = sigmoid(w . x_i).
 
-    def __init__(self, config, depth):
-        super().__init__(config, depth)  # the layer of softmax, with h = H
-        C = config.n_embd
-        self.branches, self.n_head = 2, 2 * self.h
-        self.q_proj = nn.Linear(C, 2 * C, bias=False)
-        self.lam_proj = nn.Linear(C, self.h, bias=False)  # GPT.draw would take "lambda" in a name for the first version
+    The queries 2h and 2h+1 are the branches of head h. They share its key and its value.
+    """
 
-    def project(self, x):
-        """In the place of q a pair: the queries (B, 2H, T, d), and lambda (B, H, T, 1). Each key is copied for its two
-        queries, k is (B, 2H, T, d). That is simple, and the cache of keys is twice as large as it has to be."""
-        q, k, v = (p(x).unflatten(-1, (-1, self.d)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
-        lam = wide(self.lam_proj(x)).sigmoid().mT[..., None]
-        return (q, lam), k.repeat_interleave(2, 1), v
-
-    def minus(self, form, q, *args):
-        q, lam = q
-        y = wide(form(q, *args))  # the maps of both branches, or their outputs
-        return y[:, 0::2] - lam * y[:, 1::2]
-
-    def A(self, *args): return self.minus(super().A, *args)
-    def fast(self, *args): return self.minus(super().fast, *args)
-    def row(self, *args): return self.minus(super().row, *args)
-
-
-class DiffV2Narrow(DiffV2):
-    """The same, beside an MLP so much narrower that the block has the parameters of softmax's, within 3C/2."""
+    branches = 2
 
     def __init__(self, config, depth):
         super().__init__(config, depth)
-        self.narrower = round((config.n_embd + config.n_head) / 3)  # 3C parameters for each
+        C = config.n_embd
+        self.n_head = 2 * config.n_head  # queries
+        self.n_value_head = config.n_head
+        self.q_proj = nn.Linear(C, 2 * C, bias=False)
+        self.subln = None
+        if config.subln:
+            self.subln = nn.RMSNorm(self.head_dim, eps=NORM_EPS)
+            self.subln.weight.init_value = config.subln_init
+
+    def make_lambda(self, depth):
+        self.lambda_proj = nn.Linear(self.config.n_embd, self.config.n_head, bias=False)
+        self.mean_lambda = None
+
+    def lambda_full(self):
+        """The mean of lambda over the tokens that the layer saw last: for the log, a token's own is in project."""
+        return self.mean_lambda
+
+    def project(self, x):
+        """The queries (B, 2H, T, d), keys (B, 2H, T, d), values (B, H, T, d), and lambda (B, H, T, 1).
+
+        Each key is there twice, once for each of its queries. That is simple, and it makes the cache of the
+        keys twice as large as it has to be.
+        """
+        B, T, C = x.shape
+        q = self.q_proj(x).view(B, T, self.n_head, self.head_dim).transpose(1, 2)
+        k = self.k_proj(x).view(B, T, self.n_value_head, self.head_dim).transpose(1, 2)
+        v = self.v_proj(x).view(B, T, self.n_value_head, self.head_dim).transpose(1, 2)
+        lam = upcast(self.lambda_proj(x)).sigmoid().mT[..., None]
+        self.mean_lambda = lam.detach().mean()
+        return q, k.repeat_interleave(2, dim=1), v, lam
 
 
-ATTENTION["diff_v2"], ATTENTION["diff_v2_narrow"] = DiffV2, DiffV2Narrow
-ROWS = {  # train.py's flags
-    "softmax": ["--attn=softmax"],
-    "diff": ["--attn=diff"],
-    "diff, no norm": ["--attn=diff", "--no-subln"],
-    "diff_v2": ["--attn=diff_v2"],
-    "diff_v2, narrow MLP": ["--attn=diff_v2_narrow"],
-}
+def matched_width(n_embd, n_head):
+    """The width of the MLP at which a block of DiffV2 has the parameters of softmax's, but for 3/2 n_embd of them."""
+    width = int(8 * n_embd / 3) // 8 * 8  # what model.MLP takes by itself
+    more = n_embd * n_embd + n_embd * n_head  # the second queries, and lambda
+    return width - round(more / (3 * n_embd))  # three matrices: one of width costs 3 n_embd
 
 
-def main(argv=None):
-    import pandas as pd
+def register():
+    """Makes --attn=diff_v2 known in this process."""
+    ATTENTION["diff_v2"] = DiffV2
 
-    p = argparse.ArgumentParser("diff_v2", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--seed", default="1,2,3", help="a comma list (%(default)s)")
-    p.add_argument("--out", type=Path, default="out/diff_v2", help="folder of runs and results (%(default)s)")
-    args, flags = p.parse_known_args(argv)
-    rows, seeds = [], args.seed.split(",")
-    for decay, seed, (arm, own) in itertools.product(("no", "yes"), seeds, ROWS.items()):
-        command = [*flags, *own, f"--seed={seed}", "--decay" if decay == "yes" else "--no-decay"]
-        folder = args.out / train.parse(command)[0].out.name
-        if not train.main([*command, f"--out={folder}"]):
-            sys.exit(1)
-        head, records = train.read_log(folder / "log.jsonl")
-        loss = records[-1]["val_loss"]
-        rows.append(dict(arm=arm, parameters=head["parameters"], decay=decay, seed=seed, loss=loss))
 
-    df = pd.DataFrame(rows)
-    softmax = df.groupby(["decay", "seed"])["loss"].transform("first")  # the first of ROWS
-    df["difference"] = (df["loss"] - softmax).mask(df["arm"] == "softmax")
-    groups = df.groupby(["arm", "parameters", "decay"], sort=False)
-    table = groups["loss"].agg(lambda values: (values.mean(), values.std())).to_frame("val loss")
-    table["− softmax"] = groups["difference"].agg(lambda values: (values.mean(), values.sem()))
-    caption = ("Final val loss, nats per token, mean ± standard deviation over seeds; difference to softmax with the "
-               "same decay and seed, mean ± standard error. Parameters include the embedding")  # fmt: skip
-    shown = df.dropna().assign(line="decay: " + df["decay"])
-    figure = bench.plot(shown, "arm", "difference", "line", xlabel="", ylabel="val loss − softmax's (nats per token)")
-    figure.axes[0].axhline(0, color="black", linewidth=0.8)
-    about = dict(data=head["data"], steps=head["steps"], lr=head["lr"], seeds=args.seed)
-    about = bench.conditions(torch.device(head["device"]), **about)
-    bench.publish(args.out, "diff_v2", about, {caption: table.reset_index()}, figure)
+def main(argv):
+    programs = ["train", "sample", "bench", "experiments.checkpoints"]
+    if not argv or argv[0] not in programs:
+        print(__doc__.strip())
+        sys.exit(f"experiments.diff_v2: name a program first: {', '.join(programs)}")
+    register()
+    sys.argv = argv  # the program's own name, and its flags
+    runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError, ImportError) as e:
-        sys.exit(f"diff_v2: {e}")
+    main(sys.argv[1:])

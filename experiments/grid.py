@@ -1,0 +1,336 @@
+"""
+Trains every row of an experiment with every seed. This is what the experiments share.
+
+An experiment is a table of rows, each a name and its flags for train.py. `run_grid` trains what is missing and
+returns a data frame with one row for each run. Where it is given several rates, it first finds each row's own
+best rate on some seeds, and then trains other seeds at that rate: a loss that was chosen because it was small
+is not the loss that is reported.
+
+A run's folder is <out>/<row>-lr<rate>-seed<seed>. It is an ordinary run of train.py, plus row.json, which says
+which row it belongs to. So a grid can be stopped anywhere, and the same command goes on. Start the same command
+a second time to use more cores: each process takes the runs that no other one is training.
+"""
+import argparse
+import fnmatch
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+import data
+import train
+
+MOST_EXTENSIONS = 3  # how often the range of rates grows, if the best one is at its edge
+BELONG_TO_THE_GRID = {"attn", "seed", "out", "restart"}
+# what a run's row in the data frame says of it, besides its loss
+KEPT = ["attn", "n_head", "n_embd", "decay", "parameters", "tokenizer", "data", "data_sha256"]
+KEPT += ["total_batch", "device_name", "dtype", "torch", "date"]
+STOP = []  # not empty after Ctrl-C
+
+
+class Stopped(Exception):
+    """Ctrl-C, or a run that was stopped. What it says is for the user."""
+
+
+def run_grid(rows, seeds, flags, out, rates=None, choose_on=()):
+    """Trains each row with each seed. Returns a data frame with one row for each of these runs.
+
+    rows: a dict from a row's name to its flags for train.py, as a list. flags: the flags that all runs share.
+    rates: peak rates. Each row is trained with all of them on the seeds in choose_on, and with its own best
+        one on `seeds`. Without rates every run has the rate that the flags or the preset say.
+    Raises ValueError before anything is trained for a flag that a row sets itself, and Stopped after Ctrl-C.
+    """
+    refuse_flags_of_rows(rows, flags, rates)
+    if rates and len(rates) > 1 and (not choose_on or set(choose_on) & set(seeds)):
+        raise ValueError("--choose_on needs seeds that are not reported, others than those of --seed")
+    while True:
+        # look again before each run: another process may have finished some of them
+        runs = read_runs(out)
+        refuse_other_settings(rows, flags, runs, rates)
+        missing = missing_runs(rows, seeds, runs, rates, choose_on)
+        if not missing:
+            return reported(rows, seeds, runs, rates, choose_on)
+        trained = False
+        for row, seed, rate in missing:
+            trained = train_if_free(rows[row], row, seed, rate, flags, out)
+            if trained:
+                break
+        if not trained:  # other processes are training all of them
+            time.sleep(2)
+
+
+def flag_names(flags):
+    """The names of the flags in a command, without a leading "no-": --no-decay and --decay are one setting."""
+    given = [flag[2:].split("=")[0] for flag in flags if flag.startswith("--")]
+    return [name.removeprefix("no-") for name in given]
+
+
+def refuse_flags_of_rows(rows, flags, rates=None):
+    """ValueError for a flag that would change what a row's name says. It names the flag.
+
+    A row is what its name says because of the flags that it leaves out, too: with --decay from outside
+    a row "softmax" would be softmax with decay. So what one row sets, nobody sets for the others.
+    """
+    ours = set(BELONG_TO_THE_GRID)
+    for own in rows.values():
+        ours.update(flag_names(own))
+    if rates:
+        ours.add("lr")
+    if "steps" in ours:
+        ours.add("tokens")  # which would set the same thing
+    for name in flag_names(flags):
+        if name in ours:
+            raise ValueError(f"--{name} belongs to the experiment itself: leave it out")
+    for own in rows.values():  # any other flag that is wrong is found here as well
+        if len(train.parse([*flags, *own])) > 1:
+            raise ValueError("the rows of an experiment share one rate: give --lr a single value")
+
+
+def refuse_other_settings(rows, flags, runs, rates=None):
+    """ValueError if a folder holds runs with other settings than those asked for now. It names them."""
+    free = ["seed", "lr"] if rates else ["seed"]  # the rates tried earlier count as tried
+    configs = {row: train.parse([*flags, *own])[0] for row, own in rows.items()}
+    for run in runs.itertuples():
+        if run.row not in rows:
+            continue
+        config = configs[run.row]
+        for name in train.IDENTITY:
+            now = getattr(config, name, None)  # what only the data say is not known yet
+            if name in free or now is None:
+                continue
+            if run.head.get(name) != now:
+                there = run.head.get(name)
+                raise ValueError(f"{run.folder} was trained with {name} {there!r}, which is {now!r} "
+                                 "now: choose another --out")
+    if runs["data_sha256"].nunique() > 1:
+        names = ", ".join(runs["data"].unique())
+        raise ValueError(f"the runs in one --out were trained on different data: {names}")
+
+
+def missing_runs(rows, seeds, runs, rates=None, choose_on=()):
+    """The runs that can be trained now, as (row, seed, rate), the most urgent first."""
+    if rates is None:
+        done = set(zip(runs["row"], runs["seed"]))
+        wanted = itertools.product(seeds, rows)
+        return [(row, seed, None) for seed, row in wanted if (row, seed) not in done]
+    choosing = []
+    reporting = []
+    for row in rows:
+        mine = runs[runs["row"] == row]
+        done = set(zip(mine["seed"], mine["lr"]))
+        rate, more = choose_rate(mine, rates, choose_on)
+        for choosing_seed, new_rate in itertools.product(choose_on, more):
+            if (choosing_seed, new_rate) not in done:
+                choosing.append((row, choosing_seed, new_rate))
+        if not more:
+            reporting += [(row, seed, rate) for seed in seeds if (seed, rate) not in done]
+    # one seed after the other, so that a grid that was stopped has something of each row
+    choosing.sort(key=lambda job: choose_on.index(job[1]))
+    reporting.sort(key=lambda job: seeds.index(job[1]))
+    return choosing + reporting
+
+
+def choose_rate(runs, rates, choose_on):
+    """The best rate of one row, and the rates that have to be tried before it is known (none: it is known).
+
+    A rate is as good as its mean loss on the seeds in choose_on. A run that diverged is worse than any other.
+    If the best rate is the smallest or the largest one tried, the next one beyond it is tried too.
+    A single rate is not chosen but used.
+    """
+    if len(rates) == 1:
+        return rates[0], []
+    choosing = runs[runs["seed"].isin(choose_on)]
+    tried = sorted({*rates, *choosing["lr"]})
+    means = {}
+    for rate in tried:
+        losses = choosing[choosing["lr"] == rate]
+        if set(losses["seed"]) != set(choose_on):
+            return None, tried
+        means[rate] = losses["loss"].fillna(math.inf).mean()
+    best = min(tried, key=means.get)
+    if len(tried) < len(rates) + MOST_EXTENSIONS:
+        if best == tried[0]:
+            return None, [significant(tried[0] ** 2 / tried[1])]
+        if best == tried[-1]:
+            return None, [significant(tried[-1] ** 2 / tried[-2])]
+    return best, []
+
+
+def significant(rate):
+    """A rate with the digits that a person would write: 0.008 and not 0.008000000000000002."""
+    return float(f"{rate:.3g}")
+
+
+def reported(rows, seeds, runs, rates=None, choose_on=()):
+    """The runs that are reported: those of `seeds`, each row's at its own best rate, in the order of the rows.
+
+    The column at_edge says where the best rate is the smallest or the largest one that was tried.
+    A row whose best rate is not known yet is left out.
+    """
+    order = {row: number for number, row in enumerate(rows)}  # a data frame would sort by name
+    runs = runs[runs["row"].isin(order)]
+    mine = runs[runs["seed"].isin(seeds)].assign(at_edge=False)
+    if rates:
+        best = {}
+        at_edge = {}
+        for row, all_of_row in runs.groupby("row"):
+            tried = all_of_row["lr"][all_of_row["seed"].isin(choose_on)]
+            best[row], _ = choose_rate(all_of_row, rates, choose_on)
+            at_edge[row] = len(rates) > 1 and best[row] in (tried.min(), tried.max())
+        mine = mine[mine["lr"] == mine["row"].map(best)]
+        mine = mine.assign(at_edge=mine["row"].map(at_edge))
+    mine = mine.sort_values("seed", kind="stable")
+    mine = mine.sort_values("row", kind="stable", key=lambda row: row.map(order))
+    return mine.reset_index(drop=True)
+
+
+def train_if_free(own, row, seed, rate, flags, out):
+    """Trains one run, from where it stopped. False if another process is training it."""
+    short = re.sub(r"[^A-Za-z0-9_.]+", "-", row).strip("-")
+    parts = [short, *([train.run_name_part("lr", rate)] if rate else []), f"seed{seed}"]
+    folder = out / "-".join(parts)
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [*flags, *own, f"--seed={seed}", f"--out={folder}"]
+    if rate:
+        command.append(f"--lr={rate!r}")
+    with open(folder / "row.json", "a+") as file:  # "w" would empty what another process has written
+        try:
+            data.lock(file, folder)
+        except ValueError:
+            return False
+        file.truncate(0)
+        json.dump(dict(row=row, flags=own), file)
+        file.flush()
+        if STOP:
+            raise Stopped(goes_on(out))
+        print(f"\n{row}, seed {seed}" + (f", rate {rate:g}" if rate else ""), flush=True)
+        if train.main(command) == "stopped":
+            raise Stopped(goes_on(out))
+    write_runs(out)
+    return True
+
+
+def goes_on(out):
+    done = len(read_runs(out))
+    return f"stopped. {done} runs are finished, nothing is lost, and the same command goes on"
+
+
+def read_runs(out):
+    """A data frame with a row for each run of a grid below out that has come to its end.
+
+    A run whose loss was not finite is at its end as well: its loss is NaN here.
+    """
+    import pandas as pd
+
+    rows = []
+    for file in sorted(Path(out).glob("*/row.json")):
+        folder = file.parent
+        try:
+            row = json.loads(file.read_text())["row"]
+            head, records = train.read_log(folder / "log.jsonl")
+        except (ValueError, OSError):
+            continue  # it has only just begun
+        last = records[-1] if records else {}
+        finished = last.get("step") == head["steps"] and "val_loss" in last
+        if not finished and "not_finite" not in last:
+            continue  # it was stopped
+        speeds = [record["tok_per_s"] for record in records if record.get("tok_per_s")]
+        run = dict(row=row, seed=head["seed"], lr=head["lr"])
+        run["loss"] = last["val_loss"] if finished else math.nan
+        run["status"] = "finished" if finished else "diverged"
+        run["steps"] = head["steps"]
+        run["tokens"] = last.get("tokens")
+        run["tok_per_s"] = float(np.median(speeds)) if speeds else math.nan
+        run |= {name: head.get(name) for name in KEPT}
+        run["folder"] = str(folder)
+        run["head"] = head
+        rows.append(run)
+    columns = ["row", "seed", "lr", "loss", "status", "steps", "tokens", "tok_per_s"]
+    return pd.DataFrame(rows, columns=[*columns, *KEPT, "folder", "head"])
+
+
+def write_runs(out):
+    """Writes runs.jsonl into out: one JSON object a line for each run there."""
+    runs = read_runs(out).drop(columns="head")
+    new = out / f"runs.jsonl.{os.getpid()}"  # several processes may be at it
+    runs.to_json(new, orient="records", lines=True, double_precision=15)
+    new.replace(out / "runs.jsonl")
+
+
+def conditions(runs):
+    """What the runs were made with. Where they differ, all values are there."""
+    names = ["device_name", "torch", "dtype", "data", "steps", "total_batch", "date"]
+    return {name: ", ".join(map(str, runs[name].unique())) for name in names}
+
+
+def numbers(kind):
+    """The type of a flag that is a comma list of numbers: numbers(int), numbers(float)."""
+
+    def parse(text):
+        try:
+            return [kind(word) for word in text.split(",")]
+        except ValueError:
+            like = "1,2,3" if kind is int else "1e-3,2e-3"
+            message = f"{text!r} is not a comma list of numbers like {like}"
+            raise argparse.ArgumentTypeError(message) from None
+
+    return parse
+
+
+def parser(name, about, out, seeds, rates, choose_on):
+    """The flags that all experiments have. What it does not know belongs to train.py.
+
+    seeds, rates and choose_on are the defaults, written as on the command line.
+    """
+    p = argparse.ArgumentParser(
+        prog=name,
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # else a flag of train.py could be taken for the beginning of one of these
+    )
+    p.add_argument("--seed", type=numbers(int), default=seeds,
+                   help="the seeds that are reported, a comma list (%(default)s)")
+    p.add_argument("--choose_on", type=numbers(int), default=choose_on,
+                   help="the seeds on which each row's rate is chosen (%(default)s)")
+    p.add_argument("--rates", type=numbers(float), default=rates,
+                   help="the peak rates that each row tries, and more if the best is at an edge. "
+                        "A single one is used as it is (%(default)s)")
+    p.add_argument("--rows", default="*", help="the rows to train, a comma list of patterns (all)")
+    p.add_argument("--out", type=Path, default=Path(out),
+                   help="folder of the runs and results (%(default)s)")
+    p.add_argument("--publish", action="store_true", help="train nothing, publish what is there")
+    return p
+
+
+def pick(rows, patterns):
+    """The rows whose name fits one of the patterns. ValueError for a pattern that fits none."""
+    picked = []
+    for pattern in patterns.split(","):
+        fitting = fnmatch.filter(rows, pattern.strip())
+        if not fitting:
+            raise ValueError(f"--rows={pattern} is not a row. There are: {', '.join(rows)}")
+        picked += fitting
+    return {name: rows[name] for name in rows if name in picked}
+
+
+def stop(number, frame):
+    """The signal handler: the step in progress is finished and saved, unless a second signal comes."""
+    STOP.append(number)
+    train.request_stop(number, frame)
+
+
+def command_line(name, main):
+    """Runs an experiment's main as a program: errors and Ctrl-C end it in one sentence."""
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        main()
+    except (Stopped, ValueError, OSError, ImportError) as e:
+        sys.exit(f"{name}: {e}")

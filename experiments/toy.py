@@ -1,0 +1,387 @@
+"""
+What matters at toy size: that heads forget, the norm on their output, or the difference of two maps?
+
+    python -m experiments.toy                               # 18 rows, some 200 runs; start it twice to use two cores
+    python -m experiments.toy --rows="softmax*,diff*"       # these rows only; the rest can follow later
+    python -m experiments.toy --publish                     # tables and figure of what is there by now
+    python -m experiments.toy --controls                    # what is it that decay brings? a plus for the minus?
+
+Nine arms, without and with decay. A differential arm has half as many heads, so each of the one-map arms also
+appears with half the heads: softmax and linear attention with `--n_head=2` have the heads, the decay spans and
+(linear) the state of their differential arm, and the same parameters but for lambda and the norm.
+diff_v2's second queries are paid for by a narrower MLP, so that it has the parameters of softmax.
+
+Each row has its own best rate, chosen on seeds 1 and 2, and is reported on seeds 3 to 7. The intervals are 95 %
+intervals of Student's t with a standard deviation that is pooled over the rows: one for linear attention without
+decay, which is much noisier, and one for all other rows. Of some thirty comparisons one or two will lie outside
+of their interval by chance. Other flags are train.py's.
+"""
+import torch
+import torch.nn.functional as F
+
+import report
+import train
+from experiments import grid
+from experiments.diff_v2 import DiffV2, matched_width
+from experiments.diff_v2 import register as register_diff_v2
+from model import ATTENTION, Linear, Softmax
+
+SEEDS = "3,4,5,6,7"
+CHOOSE_ON = "1,2"
+RATES = "2e-3,4e-3"  # one of the two is always at an edge, so at least one more is tried
+
+ARMS = {
+    "softmax": ["--attn=softmax"],
+    "softmax 2 heads": ["--attn=softmax", "--n_head=2"],
+    "diff": ["--attn=diff"],
+    "diff no norm": ["--attn=diff", "--no-subln"],
+    "linear": ["--attn=linear"],
+    "linear 2 heads": ["--attn=linear", "--n_head=2"],
+    "diff_linear": ["--attn=diff_linear"],
+    "diff_linear no norm": ["--attn=diff_linear", "--no-subln"],
+    "diff_v2 narrow": ["--attn=diff_v2"],
+}
+
+# the question, and the two arms whose difference answers it, with the same decay
+COMPARISONS = [
+    ("Diff as in the paper", "diff", "softmax"),
+    ("the difference alone: no norm, heads alike", "diff no norm", "softmax 2 heads"),
+    ("the norm of diff", "diff", "diff no norm"),
+    ("half the heads in softmax", "softmax 2 heads", "softmax"),
+    ("the second version, parameters alike", "diff_v2 narrow", "softmax"),
+    ("linear instead of softmax", "linear", "softmax"),
+    ("diff_linear", "diff_linear", "linear"),
+    ("the difference alone: no norm, heads and state alike", "diff_linear no norm", "linear 2 heads"),
+    ("the norm of diff_linear", "diff_linear", "diff_linear no norm"),
+    ("half the heads in linear", "linear 2 heads", "linear"),
+]
+
+
+# the next classes are arms of the second part. They are controls, nobody is meant to use them
+
+
+class OneShortHead(Linear):
+    """Linear attention in which one head forgets, with a span of 4 tokens, and the others never do."""
+
+    def decay_rate(self, *args):
+        rate = torch.zeros_like(super().decay_rate(*args))  # 0: gamma is 1
+        rate[0] = 1 / 4
+        return rate
+
+
+def shift(x):
+    """(B, T, C): the second half of the channels comes from the token before. It has no parameters."""
+    half = x.shape[-1] // 2
+    before = F.pad(x, (0, 0, 1, 0))[:, :-1]
+    return torch.cat((x[..., :half], before[..., half:]), dim=-1)
+
+
+class ShiftLinear(Linear):
+    """Linear attention that sees the token before without looking for it.
+
+    Its step, one token at a time, does not know that token: the samples in its log mean nothing.
+    """
+
+    def project(self, x):
+        return super().project(shift(x))
+
+
+class ShiftSoftmax(Softmax):
+    """The same for softmax."""
+
+    def project(self, x):
+        return super().project(shift(x))
+
+
+class MinusMatched(DiffV2):
+    """(A_1 - lambda A_2) / (1 - lambda): its rows sum to 1, as those of one map do."""
+
+    def subtract(self, y, lam):
+        return super().subtract(y, lam) / (1 - lam)
+
+
+class PlusMatched(DiffV2):
+    """(A_1 + lambda A_2) / (1 + lambda): two maps and the same sum of a row, but nothing is subtracted."""
+
+    def subtract(self, y, lam):
+        return super().subtract(y, -lam) / (1 + lam)
+
+
+def register():
+    """Makes the second version and the controls known to --attn."""
+    register_diff_v2()
+    ATTENTION["linear_one_short_head"] = OneShortHead
+    ATTENTION["linear_shift"] = ShiftLinear
+    ATTENTION["softmax_shift"] = ShiftSoftmax
+    ATTENTION["diff_v2_minus_matched"] = MinusMatched
+    ATTENTION["diff_v2_plus_matched"] = PlusMatched
+
+
+# these rows stand beside five of the first part, from whose runs they are taken where they are there
+CONTROLS = {
+    "linear one short head": ["--attn=linear_one_short_head", "--decay"],
+    "linear token shift": ["--attn=linear_shift", "--no-decay"],
+    "linear token shift + decay": ["--attn=linear_shift", "--decay"],
+    "linear no rotation": ["--attn=linear", "--rope_theta=0", "--no-decay"],
+    "linear no rotation + decay": ["--attn=linear", "--rope_theta=0", "--decay"],
+    "softmax token shift": ["--attn=softmax_shift", "--no-decay"],
+    "softmax norm": ["--attn=softmax", "--subln", "--no-decay"],
+    "diff_v2 narrow minus matched": ["--attn=diff_v2_minus_matched", "--no-decay"],
+    "diff_v2 narrow plus matched": ["--attn=diff_v2_plus_matched", "--no-decay"],
+}
+BESIDE_CONTROLS = ["softmax", "softmax + decay", "linear", "linear + decay", "diff_v2 narrow"]
+
+# what is changed, in which row, against which row
+CONTROL_COMPARISONS = [
+    ("decay in linear", "linear + decay", "linear"),
+    ("one head of span 4, the others never forget", "linear one short head", "linear"),
+    ("a token shift in linear", "linear token shift", "linear"),
+    ("decay in linear with a token shift", "linear token shift + decay", "linear token shift"),
+    ("no rotation in linear", "linear no rotation", "linear"),
+    ("decay in linear without rotation", "linear no rotation + decay", "linear no rotation"),
+    ("decay in softmax", "softmax + decay", "softmax"),
+    ("a token shift in softmax", "softmax token shift", "softmax"),
+    ("a norm in softmax", "softmax norm", "softmax"),
+    ("the second version", "diff_v2 narrow", "softmax"),
+    ("the same, rows that sum to 1", "diff_v2 narrow minus matched", "softmax"),
+    ("a plus, rows that sum to 1", "diff_v2 narrow plus matched", "softmax"),
+    ("minus against plus", "diff_v2 narrow minus matched", "diff_v2 narrow plus matched"),
+]
+
+
+def row_name(arm, decay):
+    return f"{arm} + decay" if decay else arm
+
+
+def rows_of_arms(flags):
+    """The 18 rows of the first part: each arm without and with decay."""
+    config = train.parse([*flags, "--preset=toy"])[0]
+    narrow = f"--mlp_width={matched_width(config.n_embd, config.n_head)}"
+    rows = {}
+    for decay in (False, True):
+        for arm, own in ARMS.items():
+            mask = "--decay" if decay else "--no-decay"
+            rows[row_name(arm, decay)] = ["--preset=toy", *own, mask]
+    for name, own in rows.items():
+        if "--attn=diff_v2" in own:
+            own.append(narrow)  # what the second queries cost is taken from the MLP
+    return rows
+
+
+def rows_of_controls(flags):
+    """The rows of the second part, and those of the first that they are compared with."""
+    arms = rows_of_arms(flags)
+    rows = {name: arms[name] for name in BESIDE_CONTROLS}
+    narrow = arms["diff_v2 narrow"][-1]
+    for name, own in CONTROLS.items():
+        more = [narrow] if name.startswith("diff_v2 narrow") else []
+        rows[name] = ["--preset=toy", *own, *more]
+    return rows
+
+
+class Noise:
+    """The standard deviation of a run around the mean of its row, pooled over the rows of a data frame.
+
+    Linear attention without decay has a pool of its own, since its runs differ more.
+    """
+
+    def __init__(self, runs):
+        loud = self.is_loud(runs)
+        self.quiet = report.pooled_sd(runs[~loud], "loss", ["row"])
+        self.loud = report.pooled_sd(runs[loud], "loss", ["row"])
+
+    @staticmethod
+    def is_loud(runs):
+        return runs["attn"].str.contains("linear") & ~runs["decay"].astype(bool)
+
+    def of(self, *groups):
+        """(standard deviation, degrees of freedom) for these runs: the louder of the two if they mix."""
+        loud = any(self.is_loud(group).any() for group in groups)
+        return self.loud if loud else self.quiet
+
+    def mean(self, runs):
+        """The mean loss of some runs with its 95 % interval, None without a run."""
+        known = runs.dropna(subset=["loss"])
+        return None if known.empty else report.mean_interval(known["loss"], *self.of(known))
+
+    def difference(self, runs, arm, base):
+        """The mean loss of the row `arm` less that of the row `base` with its 95 % interval."""
+        a = runs[runs["row"] == arm].dropna(subset=["loss"])
+        b = runs[runs["row"] == base].dropna(subset=["loss"])
+        if a.empty or b.empty:
+            return None
+        return report.difference(a["loss"], b["loss"], *self.of(a, b))
+
+    def sentences(self, n):
+        """Below what a difference of two rows of n seeds each is nothing."""
+        said = {}
+        names = {"linear attention without decay": self.loud, "all other rows": self.quiet}
+        for name, (sd, dof) in names.items():
+            if dof:
+                least = report.half_width(sd, dof, n, n)
+                said[f"noise of {name}"] = (
+                    f"sd of a run {sd:.4f} ({dof} df), so a difference below {least:.3f} is nothing"
+                )
+        return said
+
+
+def losses_table(runs, noise):
+    """A row for each row of the grid: its rate, its loss over the seeds."""
+    import pandas as pd
+
+    table = []
+    for row, group in runs.groupby("row", sort=False):
+        first = group.iloc[0]
+        found = {"row": row, "parameters": int(first["parameters"])}
+        edge = ", at the edge of those tried" if first["at_edge"] else ""
+        found["rate"] = f"{first['lr']:g}{edge}"
+        found["seeds"] = len(group)
+        found["diverged"] = int(group["loss"].isna().sum())
+        found["val loss"] = noise.mean(group)
+        table.append(found)
+    return pd.DataFrame(table)
+
+
+def rates_table(runs, rows, choose_on):
+    """The mean loss of each row at each rate that was tried, on the seeds that chose."""
+    choosing = runs[runs["seed"].isin(choose_on)]
+    table = choosing.pivot_table("loss", "row", "lr")
+    table = table.reindex([row for row in rows if row in table.index])
+    return table.rename(columns="{:g}".format).reset_index()
+
+
+def differences_table(runs, noise):
+    """What each comparison comes to without and with decay, and then what decay does to each arm."""
+    import pandas as pd
+
+    table = []
+    for what, arm, base in COMPARISONS:
+        found = {"comparison": what, "of": f"{arm} − {base}"}
+        for decay in (False, True):
+            column = "with decay" if decay else "without decay"
+            pair = row_name(arm, decay), row_name(base, decay)
+            found[column] = noise.difference(runs, *pair)
+        table.append(found)
+    of_decay = []
+    for arm in ARMS:
+        found = noise.difference(runs, row_name(arm, True), row_name(arm, False))
+        of_decay.append({"arm": arm, "decay − no decay": found})
+    return pd.DataFrame(table), pd.DataFrame(of_decay)
+
+
+def controls_table(runs, noise):
+    import pandas as pd
+
+    table = []
+    for what, arm, base in CONTROL_COMPARISONS:
+        found = noise.difference(runs, arm, base)
+        table.append({"what is changed": what, "of": f"{arm} − {base}", "difference": found})
+    return pd.DataFrame(table)
+
+
+def draw_differences(ax, table, label, columns, limit=0.1):
+    """A row for each comparison, and for each of its columns a dot with its 95 % interval.
+
+    columns: for each one whether its dots are filled, and how far below the middle they stand.
+    limit: a larger difference is written at the side, so that the small ones can be seen.
+    """
+    for column, (filled, below) in columns.items():
+        for number, found in enumerate(table[column]):
+            height = number + below
+            if not isinstance(found, report.MeanError):
+                continue
+            if abs(found.mean) > limit:
+                side = {"x": 1, "ha": "right"} if found.mean > 0 else {"x": 0, "ha": "left"}
+                ax.text(y=height, s=f"{found.mean:+.2f}", va="center", fontsize=10,
+                        transform=ax.get_yaxis_transform(), **side)
+                continue
+            color = "black" if filled else "white"
+            ax.errorbar(found.mean, height, xerr=found.error, marker="o", markersize=7, capsize=4,
+                        color="black", markerfacecolor=color)
+    ax.set_yticks(range(len(table)), table[label])
+    ax.set_ylim(len(table) - 0.4, -0.8)
+    ax.set_xlim(-limit, limit)
+    ax.locator_params(axis="x", nbins=5)
+    ax.axvline(0, color="black", linewidth=0.8)
+    ax.grid(axis="y", visible=False)
+
+
+def unit(runs):
+    return "nats per byte" if set(runs["tokenizer"]) == {"bytes"} else "nats per token"
+
+
+def publish_arms(runs, more_tables, about, out, every_run):
+    """Tables and figure of the first part."""
+    noise = Noise(runs)
+    differences, decay = differences_table(runs, noise)
+    tables = {
+        f"Final val loss, {unit(runs)}": losses_table(runs, noise),
+        f"Differences of two arms, {unit(runs)}": differences,
+        f"What decay does, {unit(runs)}": decay,
+        **more_tables,
+    }
+    figure, (left, right) = report.new_figure(columns=2, size=(16, 7))
+    arms = {row_name(arm, decay): arm for arm in ARMS for decay in (False, True)}
+    dots = runs.assign(arm=runs["row"].map(arms))
+    dots["mask"] = dots["decay"].map({False: "no decay", True: "decay"})
+    dots = dots.sort_values("decay", kind="stable")  # the first condition is drawn hollow
+    report.dot_plot(left, dots, "loss", row="arm", condition="mask")
+    left.set(xlabel=f"val loss, {unit(runs)}")
+    columns = {"without decay": (False, -0.14), "with decay": (True, 0.14)}
+    draw_differences(right, differences, "of", columns)
+    right.set(xlabel=f"difference of the two, {unit(runs)}; left: the first is better")
+    title = "Nine arms, hollow without decay and filled with it; what is left of zero is a gain"
+    report.add_title(figure, title)
+    n = int(runs.groupby("row")["seed"].count().max())
+    report.publish(out, "toy", about | noise.sentences(n), tables, figure, every_run)
+
+
+def publish_controls(runs, more_tables, about, out, every_run):
+    """Tables and figure of the second part."""
+    noise = Noise(runs)
+    table = controls_table(runs, noise)
+    tables = {
+        f"Final val loss, {unit(runs)}": losses_table(runs, noise),
+        f"Differences of two rows, {unit(runs)}": table,
+        **more_tables,
+    }
+    figure, (ax,) = report.new_figure(size=(11, 7))
+    draw_differences(ax, table, "what is changed", {"difference": (True, 0)}, limit=0.7)
+    ax.set(xlabel=f"change of the val loss, {unit(runs)}; left: better")
+    report.add_title(figure, "What is it that decay brings, and is it the minus?")
+    n = int(runs.groupby("row")["seed"].count().max())
+    report.publish(out, "controls", about | noise.sentences(n), tables, figure, every_run)
+
+
+def main(argv=None):
+    p = grid.parser("python -m experiments.toy", __doc__, "out/toy", SEEDS, RATES, CHOOSE_ON)
+    p.add_argument("--controls", action="store_true",
+                   help="the second part: what is it that decay brings, and a plus for the minus")
+    args, flags = p.parse_known_args(argv)
+    report.check_can_publish(args.out)
+    register()
+    rows = rows_of_controls(flags) if args.controls else rows_of_arms(flags)
+    grid.refuse_flags_of_rows(rows, flags, args.rates)
+    if not args.publish:
+        picked = grid.pick(rows, args.rows)
+        grid.run_grid(picked, args.seed, flags, args.out, args.rates, args.choose_on)
+
+    # whatever rows are there are published, not only those that were picked now
+    every_run = grid.read_runs(args.out)
+    every_run = every_run[every_run["row"].isin(list(rows))]
+    runs = grid.reported(rows, args.seed, every_run, args.rates, args.choose_on)
+    if runs.empty:
+        raise ValueError(f"no row below {args.out} is far enough to be published")
+    choosing_seeds = ", ".join(map(str, args.choose_on))
+    about = grid.conditions(runs)
+    about["seeds"] = ", ".join(map(str, sorted(runs["seed"].unique())))
+    about["seeds that chose the rates"] = choosing_seeds
+    about["±"] = "half of the 95 % interval"
+    rates = rates_table(every_run, rows, args.choose_on)
+    more_tables = {f"Val loss by rate, mean over the seeds {choosing_seeds}": rates}
+    publish = publish_controls if args.controls else publish_arms
+    publish(runs, more_tables, about, args.out, every_run.drop(columns="head"))
+
+
+if __name__ == "__main__":
+    grid.command_line("experiments.toy", main)
