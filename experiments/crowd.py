@@ -74,7 +74,6 @@ WARMUP = 50
 TEST_TEXTS = 512  # texts of each crowd in a test
 RATES = (1e-3, 3e-3, 1e-2)
 LADDER = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)  # where the best rate is looked for, if it is at RATES' edge
-PHASE_RATE = 3e-3
 CHOOSE_SEEDS = (1, 2)  # the rate of an arm is chosen on these
 REPORT_SEEDS = (3, 4, 5, 6, 7)  # and what is reported comes from these
 
@@ -147,6 +146,8 @@ GROUPS = {
 # the phase diagram: a softmax map and a difference of two, both with the norm
 PHASE_ARMS = ("softmax norm", "diff norm")
 PHASE_PAIRS = (32, 64, 128, 256, 512)
+PHASE_STEPS = 1500
+PHASE_CHOOSE_TAU = 1.5
 PHASE_TAU = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 
 
@@ -445,11 +446,17 @@ def train(runs, args):
 
 
 def phase(runs, args):
-    """Capped softmax, one map and the difference, at one rate for all: see PHASE_RATE."""
-    for seed in args.seed:
-        for N in args.pairs:
-            runs.finish([Run(arm, PHASE_RATE, seed, N, args.steps or 1500, tau)
-                         for tau in PHASE_TAU for arm in PHASE_ARMS])
+    """Capped softmax, one map and the difference, over length and sharpness.
+
+    The rate of an arm at a length is the best of RATES at one sharpness, on one seed. Beyond
+    128 pairs, where a run takes minutes, it is that of 128 pairs."""
+    steps = args.steps or PHASE_STEPS
+    for N in args.pairs:
+        likes = [Run(arm, 0, 0, min(N, 128), steps, PHASE_CHOOSE_TAU) for arm in PHASE_ARMS]
+        runs.finish([replace(like, lr=lr, seed=CHOOSE_SEEDS[0]) for like in likes for lr in RATES])
+        rates = {like.arm: runs.best_rate(like) for like in likes}
+        runs.finish([Run(arm, rates[arm], seed, N, steps, tau)
+                     for seed in args.seed for tau in PHASE_TAU for arm in PHASE_ARMS])
 
 
 def main(argv=None):
