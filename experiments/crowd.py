@@ -52,6 +52,7 @@ What we predicted, written and committed before the first run, and what came:
     tau: where it is right at tau = 2, it is right at tau = 0.5 too.
 """
 import argparse
+import itertools
 import json
 import math
 import multiprocessing
@@ -61,10 +62,11 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-
+import report
 from model import GPT, GPTConfig, distances, log_mask, phi
 
 QUERIES = 8
@@ -401,21 +403,25 @@ class Runs:
 
     def finish(self, runs):
         """Trains those of `runs` that are not in the file, and writes each when it has ended.
-        False: there were none."""
+        Returns how many there were."""
         missing = [run for run in dict.fromkeys(runs) if run not in self.rows]
-        if not missing:
-            return False
+        for number, row in enumerate(self.train_all(missing), 1):
+            with self.file.open("a") as f:
+                f.write(json.dumps(row) + "\n")
+            self.keep(row)
+            print(f"{number}/{len(missing)} {row['arm']}, {row['pairs']} pairs, tau {row['tau']}, "
+                  f"lr {row['lr']:g}, seed {row['seed']}: accuracy {row['mean accuracy']:.3f}, "
+                  f"loss {row['loss']:.3f}, {row['seconds']} s", flush=True)
+        return len(missing)
+
+    def train_all(self, missing):
+        """Yields the rows as the runs end."""
+        if self.procs == 1 or len(missing) <= 1:
+            yield from map(do_run, missing)
+            return
         with ProcessPoolExecutor(self.procs, multiprocessing.get_context("spawn")) as pool:
-            jobs = [pool.submit(do_run, run) for run in missing]
-            for number, job in enumerate(as_completed(jobs), 1):
-                row = job.result()
-                with self.file.open("a") as f:
-                    f.write(json.dumps(row) + "\n")
-                self.keep(row)
-                print(f"{number}/{len(missing)} {row['arm']}, N = {row['pairs']}, tau {row['tau']}, "
-                      f"lr {row['lr']:g}, seed {row['seed']}: accuracy {row['mean accuracy']:.3f}, "
-                      f"loss {row['loss']:.3f}, {row['seconds']} s", flush=True)
-        return True
+            for job in as_completed([pool.submit(do_run, run) for run in missing]):
+                yield job.result()
 
     def best_rate(self, like):
         """The rate with the least loss on CHOOSE_SEEDS, of the runs that differ from `like` in rate and seed."""
@@ -459,6 +465,306 @@ def phase(runs, args):
                      for seed in args.seed for tau in PHASE_TAU for arm in PHASE_ARMS])
 
 
+def failing_crowd(A):
+    """The crowd at which half of the answers are wrong, interpolated. NaN: none up to the largest.
+
+    A (texts, N): what the query gives to each pair, the last of which is asked for. The crowd is the
+    first m pairs. An answer is right if its pair has more than the crowd together, and more than each
+    pair outside it."""
+    largest = A.shape[1] - QUERIES
+    right = A[:, -1:]
+    crowd = A.cumsum(-1)[:, :largest]  # of 1, 2, ... pairs
+    rival = A[:, :-1].flip(-1).cummax(-1).values.flip(-1)  # the largest of the pairs from here on
+    is_right = (right > crowd) & (right > rival[:, 1 : largest + 1])
+    accuracy = [1.0, *is_right.float().mean(0).tolist()]
+    for m in range(1, largest + 1):
+        if accuracy[m] < 0.5:
+            return m - 1 + (accuracy[m - 1] - 0.5) / (accuracy[m - 1] - accuracy[m])
+    return math.nan
+
+
+def law(N=64, texts=2000, heads=4, d=16):
+    """The law on an untrained layer, whose queries are the random keys that they look for.
+
+    Two tables: where the crowd wins, by lambda for linear attention and by the largest logit for softmax.
+    In the second branch of diff_linear the keys have the other sign, so its bump is a dip."""
+    import pandas as pd
+
+    mask = torch.ones(heads, 1, N)
+    doses = []
+    for std in (1.0, 3.0):
+        k = std * torch.randn(texts, heads, N, d, generator=torch.Generator().manual_seed(0))
+        q = k[:, :, -1:]
+        first = linear_map(q, k, mask).mean(1)[:, 0]  # (texts, N), the mean over heads
+        second = linear_map(q, -k, mask).mean(1)[:, 0]
+        bump = (first[:, -1].mean() / first[:, :-1].mean()).item()
+        dip = (second[:, -1].mean() / second[:, :-1].mean()).item()
+        for lam in DOSE:
+            doses.append({
+                "std of keys": std,
+                "lambda": lam,
+                "measured": failing_crowd(first - lam * second),
+                "m0 / (1 - lambda)": bump / (1 - lam) if lam < 1 else math.inf,
+                "(r1 - lambda r2) / (1 - lambda)": (bump - lam * dip) / (1 - lam) if lam < 1 else math.inf,
+            })
+    caps = []
+    for tau in (1.0, 2.0, 3.0, 5.0):
+        A = softmax_map(q, k, mask, tau).mean(1)[:, 0]
+        caps.append({
+            "tau": tau,
+            "one map": failing_crowd(A),
+            "e^tau": math.exp(tau),
+            "minus the uniform map": failing_crowd(A - 1 / N),
+        })
+    return pd.DataFrame(doses), pd.DataFrame(caps)
+
+
+def one_row_a_run(runs):
+    """All finished runs as a data frame."""
+    import pandas as pd
+
+    rows = []
+    for row in runs.rows.values():
+        row = dict(row)
+        for m, accuracy in row.pop("accuracy").items():
+            row[f"m={m}"] = accuracy
+        for name, value in row.pop("attention").items():
+            row[f"attention, {name}"] = value
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def reported(df):
+    """The runs that count: those on the seeds on which no rate was chosen."""
+    return df[~df["seed"].isin(CHOOSE_SEEDS)]
+
+
+def accuracy_table(df):
+    """A row for each arm of one length: accuracy by crowd and its mean over the crowds, with the least
+    and the largest of the seeds."""
+    import pandas as pd
+
+    sizes = [f"m={m}" for m in crowds(df["pairs"].iloc[0])]
+    rows = []
+    for arm, group in df.groupby("arm", sort=False):
+        row = {"arm": arm, "n": len(group), "lr": group["lr"].iloc[0]}
+        for size in sizes:
+            row[size] = f"{group[size].mean():.3f}"
+        mean = group["mean accuracy"]
+        row["mean (least to largest)"] = f"{mean.mean():.3f} ({mean.min():.3f} to {mean.max():.3f})"
+        row["loss"] = f"{group['loss'].mean():.3f}"
+        row["lambda"] = "–"
+        if ARMS[arm].attn.startswith("diff"):
+            row["lambda"] = f"{group['lambda'].mean():.2f}"
+        for name in ("right", "others", "share of the right"):
+            row[name] = f"{group[f'attention, {name}'].mean():.3f}"
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+CONTRASTS = [
+    ("diff_linear norm", "linear"),
+    ("diff_linear norm", "linear 2 heads norm"),
+    ("diff_linear norm", "diff_linear"),
+    ("diff_linear norm", "mean norm"),
+    ("diff_linear norm", "plus norm"),
+    ("diff_linear norm", "signed norm"),
+    ("diff_linear norm", "signed 2 heads norm"),
+    ("diff_linear norm", "delta 2 heads norm"),
+    ("linear norm", "linear"),
+]
+
+
+def contrast_table(df):
+    """Differences of mean accuracy with 95 % intervals (Welch's t: the arms' spreads differ widely)."""
+    import pandas as pd
+    from scipy import stats
+
+    rows = []
+    for first, second in CONTRASTS:
+        a = df.loc[df["arm"] == first, "mean accuracy"]
+        b = df.loc[df["arm"] == second, "mean accuracy"]
+        if min(len(a), len(b)) < 2:
+            continue
+        low, high = stats.ttest_ind(a, b, equal_var=False).confidence_interval()
+        rows.append({
+            "difference": f"{first} - {second}",
+            "n": f"{len(a)}, {len(b)}",
+            "mean accuracy": f"{a.mean() - b.mean():+.3f}",
+            "95 % interval": f"{low:+.3f} to {high:+.3f}",
+        })
+    return pd.DataFrame(rows)
+
+
+# which lines the first figure shows, and what it calls them
+SHOWN = {
+    "softmax": "softmax (and diff)",
+    "diff_linear norm": "diff_linear",
+    "linear": "linear",
+    "linear 2 heads norm": "linear, 2 heads",
+    "mean norm": "diff_linear with a plus",
+}
+
+
+@torch.no_grad()
+def example_maps(steps, m):
+    """A_1, A_2 and A_1 - lambda A_2 of one head of a trained diff_linear, for one text: (3, QUERIES, N).
+
+    The pairs are sorted: those asked for in the order of the queries, then the others, then the crowd."""
+    torch.set_num_threads(1)
+    with torch.enable_grad():
+        model = train_reader(Run("diff_linear norm", 3e-3, REPORT_SEEDS[0], steps=steps))
+    N = model.pairs
+    texts = make_texts(torch.Generator().manual_seed(10**6), 1, N, m)
+    A = model.branch_maps(model.gpt.blocks[0].norm1(model.embed(texts)))[0]  # (H, QUERIES, T)
+    order = texts.place[0].flip(0)  # drawn last are those asked for, drawn first the crowd
+    order[:QUERIES] = order[:QUERIES].flip(0)
+    A = A[..., order]
+    lam = model.lambda_full().item()
+    difference = A[0::2] - lam * A[1::2]
+    right = difference[:, range(QUERIES), range(QUERIES)].mean(1)
+    head = int(right.argmax())  # the head that hears the right pairs best
+    return torch.stack((A[2 * head], A[2 * head + 1], difference[head])), lam
+
+
+def draw_maps(figure, grid, steps, m=8):
+    from matplotlib.patches import Rectangle
+
+    maps, lam = example_maps(steps, m)
+    titles = ["$A_1$", "$A_2$", f"$A_1 - \\lambda A_2$,  $\\lambda$ = {lam:.2f}"]
+    limit = maps.abs().max().item()
+    N = maps.shape[-1]
+    for i, (A, title) in enumerate(zip(maps, titles)):
+        ax = figure.add_subplot(grid[i, 0])
+        ax.imshow(A, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
+        ax.set(title=title, xticks=[], yticks=[], ylabel="queries")
+        ax.grid(False)
+        for q in range(QUERIES):  # the right cell of each query
+            ax.add_patch(Rectangle((q - 0.5, q - 0.5), 1, 1, fill=False, linewidth=1.2))
+        ax.axvline(N - m - 0.5, color="black", linewidth=1)
+    ax.set_xticks([3.5, (N - m + QUERIES) / 2 - 0.5, N - m / 2 - 0.5], ["asked for", "others", "crowd"])
+    ax.tick_params(length=0)
+
+
+def draw_accuracy(ax, df):
+    """A line for each arm of SHOWN: accuracy by crowd."""
+    import pandas as pd
+
+    df = df[df["arm"].isin(SHOWN)]
+    rows = []
+    for arm, label in SHOWN.items():
+        for _, run in df[df["arm"] == arm].iterrows():
+            for m in crowds(32):
+                rows.append({"arm": label, "seed": run["seed"], "m": m, "accuracy": run[f"m={m}"]})
+    report.line_plot(ax, pd.DataFrame(rows), "m", "accuracy", by="arm", seed="seed")
+    ax.set(title="After training: accuracy", xlabel="pairs in the crowd, of 32", xticks=crowds(32))
+    report.label_ends(ax)
+
+
+def draw_law(ax):
+    """The dose: where the crowd wins by lambda, on an untrained layer."""
+    doses, _ = law()
+    doses = doses[(doses["std of keys"] == 3) & (doses["lambda"] < 1)]
+    lam = torch.linspace(0, 0.95, 100)
+    alone = doses.iloc[0]["m0 / (1 - lambda)"]
+    ax.plot(lam, alone / (1 - lam), color="#777777", linewidth=1.6, label="law: $m_0 / (1 - \\lambda)$")
+    ax.plot(doses["lambda"], doses["measured"], "o", markersize=8, color=report.STYLE["diff_linear"]["color"],
+            label="measured")
+    ax.set(title="Untrained: the crowd that wins", xlabel="$\\lambda$", yscale="log", ylim=(1.5, 60))
+    ax.set_yticks([2, 5, 10, 20, 50], ["2", "5", "10", "20", "50"])
+    ax.minorticks_off()
+    ax.legend(frameon=False, loc="upper left")
+
+
+def draw_crowd(df, steps):
+    """The figure that says it all: three maps, accuracy by crowd, and the dose with its law."""
+    figure, _ = report.new_figure(size=(15, 4.6))
+    figure.clear()
+    grid = figure.add_gridspec(3, 3, width_ratios=(1.1, 1, 0.8))
+    report.add_title(figure, "One map gives every pair a share, and a crowd of pairs outvotes the right "
+                             "one. The difference of two maps takes the common share away")
+    draw_maps(figure, grid, steps)
+    draw_law(figure.add_subplot(grid[:, 2]))
+    draw_accuracy(figure.add_subplot(grid[:, 1]), df)
+    return figure
+
+
+def predicted_border(N):
+    """The sharpness at which one map is right in half of its answers, as we predicted it."""
+    return math.log(1 + N / 16)
+
+
+def draw_phase(df):
+    """Two maps of accuracy, length by sharpness, with the border that was predicted for one map."""
+    figure, axes = report.new_figure(columns=2, size=(11, 4.8), sharey=True)
+    lengths = sorted(df["pairs"].unique())
+    titles = ["one softmax map", "the difference of two"]
+    for ax, arm, title in zip(axes, PHASE_ARMS, titles):
+        table = df[df["arm"] == arm].pivot_table("mean accuracy", "tau", "pairs")
+        table = table.reindex(index=PHASE_TAU, columns=lengths)
+        image = ax.imshow(table, origin="lower", aspect="auto", cmap="viridis", vmin=0, vmax=1)
+        for i, j in itertools.product(range(len(PHASE_TAU)), range(len(lengths))):
+            accuracy = table.iloc[i, j]
+            if not math.isnan(accuracy):
+                ax.text(j, i, f"{accuracy:.2f}", ha="center", va="center",
+                        color="black" if accuracy > 0.6 else "white")
+        border = np.interp([predicted_border(N) for N in lengths], PHASE_TAU, range(len(PHASE_TAU)))
+        ax.plot(range(len(lengths)), border, color="#D55E00", linewidth=3)
+        ax.set(title=title, xlabel="pairs in the text")
+        ax.set_xticks(range(len(lengths)), lengths)
+        ax.set_yticks(range(len(PHASE_TAU)), [f"{tau:g}" for tau in PHASE_TAU])
+        ax.grid(False)
+    axes[0].set_ylabel("largest logit $\\tau$")
+    figure.colorbar(image, ax=axes, label="accuracy")
+    report.add_title(figure, "Where a softmax map may not be sharp, one fails and the difference of two "
+                             "does not (line: the border of one map, predicted)")
+    return figure
+
+
+def publish(runs, args):
+    """The tables and figures of all finished runs."""
+    df = one_row_a_run(runs)
+    final = reported(df)
+    trained = final[final["tau"].isna()]
+    about = report.conditions(torch.device("cpu"), threads_of_a_run=1)
+    doses, caps = law()
+    tables = {}
+    for (N, steps), group in trained.groupby(["pairs", "steps"]):
+        tables[f"{N} pairs, {steps:,} steps: accuracy by crowd"] = accuracy_table(group)
+        differences = contrast_table(group)
+        if len(differences):
+            tables[f"{N} pairs: differences"] = differences
+    tables["The law, untrained, 64 pairs: the crowd at which half of the answers are wrong, linear"] = doses
+    tables["The same for softmax with its largest logit held to tau"] = caps
+    short = trained[trained["pairs"] == 32]
+    report.publish(args.out, "crowd", about, tables, draw_crowd(short, args.steps or 1500), df[df["tau"].isna()])
+    capped = final[final["tau"].notna()]
+    if len(capped):
+        tables = {}
+        for N, group in capped.groupby("pairs"):
+            table = group.sort_values(["tau", "arm"])
+            tables[f"{N} pairs, accuracy by crowd"] = phase_table(table)
+        report.publish(args.out, "phase", about, tables, draw_phase(capped), df[df["tau"].notna()])
+
+
+def phase_table(df):
+    """A row for each arm and sharpness of one length: accuracy by crowd, mean over the seeds."""
+    sizes = [f"m={m}" for m in crowds(df["pairs"].iloc[0])]
+    by = df.groupby(["tau", "arm"], sort=False)
+    table = by[[*sizes, "mean accuracy", "lambda"]].mean().round(3)
+    table.insert(0, "n", by.size())
+    table.insert(1, "lr", by["lr"].first())
+    return table.reset_index()
+
+
+def int_list(text):
+    return [int(part) for part in text.split(",")]
+
+
+def str_list(text):
+    return text.split(",")
+
+
 def main(argv=None):
     p = argparse.ArgumentParser(
         "crowd", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -471,18 +777,15 @@ def main(argv=None):
     p.add_argument("--pairs", type=int_list, default=PHASE_PAIRS, help="of phase: %(default)s")
     args = p.parse_args(argv)
     runs = Runs(args.out, args.procs)
+    if args.verb == "law":
+        for table in law():
+            print(f"\n{report.to_markdown(table)}")
     if args.verb == "train":
         train(runs, args)
     if args.verb == "phase":
         phase(runs, args)
-
-
-def int_list(text):
-    return [int(part) for part in text.split(",")]
-
-
-def str_list(text):
-    return text.split(",")
+    if args.verb == "figure":
+        publish(runs, args)
 
 
 if __name__ == "__main__":
