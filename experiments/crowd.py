@@ -636,7 +636,7 @@ def draw_maps(figure, grid, steps, m=8):
     N = maps.shape[-1]
     for i, (A, title) in enumerate(zip(maps, titles)):
         ax = figure.add_subplot(grid[i, 0])
-        ax.imshow(A, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
+        ax.imshow(A.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
         ax.set(title=title, xticks=[], yticks=[], ylabel="queries")
         ax.grid(False)
         for q in range(QUERIES):  # the right cell of each query

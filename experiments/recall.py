@@ -1,12 +1,20 @@
 """
 Which attention finds what it needs among noise? Every arm learns it from scratch, on texts made for it.
 
-    python -m experiments.recall            # four arms, three seeds, minutes on a few CPU cores
+    python -m experiments.recall            # four arms, two rates, three seeds: minutes on a few cores
     python -m experiments.recall --decay
 
-A text holds N needles, a key and its value each, at random places among fillers; at its end stand R of the keys, and
-after each of them its value must come. The settings are the same for every arm and were chosen on softmax, before
-another arm was run. Tables 2 and 3 and Figures 1 and 5 of arXiv 2410.05258 ask the same of large models.
+A text holds N pairs of a key and a value at random places among fillers, and at its end R of the keys,
+whose values must come. Tables 2 and 3 and Figures 5 and 7 of arXiv 2410.05258 ask the same of large
+models: by the number of pairs, by the length of the text, by the depth at which the answer lies, and how
+much attention goes to it. crowd.py asks what a difference of two maps is good for; here the model has
+positions and two layers, and the texts get longer than those of the training.
+
+A pair is one token. With a token for the key and one for the value, a model must first move the key to
+the token of its value, which softmax does with one sharp head and linear attention can't do without a
+convolution: then the task measures that and not recall. And no answer stands in the text. When they did,
+the value before a query was nearly always that of the query before it, the one value that was never
+right; the linear arms learned to exclude it and failed where the right pair stood last, at depth 100 %.
 """
 import argparse
 import math
@@ -18,129 +26,187 @@ from pathlib import Path
 
 import torch
 
-import bench
-import train
+import report
 from model import ATTENTION, GPT, GPTConfig
 
-KEYS, VALUES, FILLERS = 16, 16, 32  # token numbers: the keys, then the values, then the fillers
-T_MAX = 64  # tokens of a text in training, at most
-MODEL = dict(n_layer=2, n_head=4, n_embd=64, block_size=T_MAX, vocab_size=KEYS + VALUES + FILLERS)
-GAIN = 4.0  # the matrices start so much larger: 0.02 is made for 768 channels, and 1 / sqrt(64) is 0.125
-BATCH, LR, WARMUP = 64, 1e-3, 50
-DENSE = 300  # steps without fillers, 0.3 of fewer steps; then more and more of them until half-way
-NEEDLES = (1, 2, 4, 8)  # N in training, drawn anew each step; all are asked for
-DEPTHS, LENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0), (32, 64, 128, 256, 512)
+KEYS = 16
+VALUES = 16
+FILLERS = 32
+# the numbers of the tokens: pairs first, then the keys that ask, the fillers, and the values that answer
+FIRST_QUERY = KEYS * VALUES
+FIRST_FILLER = FIRST_QUERY + KEYS
+FIRST_VALUE = FIRST_FILLER + FILLERS
+VOCAB = FIRST_VALUE + VALUES
+
+T_TRAIN = 64  # tokens of the longest text in training
+BATCH = 64
+WARMUP = 50
+PAIRS = (1, 2, 4, 8)  # in training, drawn anew for each step
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+LENGTHS = (32, 64, 128, 256, 512)
 
 
 def make_texts(generator, B, T, N, R, depth=None):
-    """B texts of T tokens, (B, T), and where their needles begin, (B, N).
+    """B texts of T tokens (B, T), the answers of their last R tokens (B, R), and where the N pairs stand (B, N).
 
-    N needles at random places among T - 2 R - 2 N fillers; then R of the keys, each once and followed by its value.
-    depth: where the first that is asked for lies, from 0 (the text's beginning) to 1 (just before the first query)."""
-    end = T - 2 * R
-    lot = torch.rand(B, end - N, generator=generator)  # of the places, a needle taking one
+    depth: where the pair that is asked for first stands, from 0 (the text's beginning) to 1 (just before
+    the first query). None: anywhere."""
+    end = T - R  # where the queries begin
+    lot = torch.rand(B, end, generator=generator)
     if depth is not None:
-        lot[:, round(depth * (end - N - 1))] = -1  # the first to be drawn
+        lot[:, round(depth * (end - 1))] = -1  # the smallest lot is drawn first
     place = lot.argsort(-1)[:, :N]
-    place = place + place.argsort(-1).argsort(-1)  # those before it take two tokens
     key = torch.rand(B, KEYS, generator=generator).argsort(-1)[:, :N]
-    value = KEYS + torch.randint(VALUES, (B, N), generator=generator)
-    text = KEYS + VALUES + torch.randint(FILLERS, (B, T), generator=generator)
-    text.scatter_(1, place, key).scatter_(1, place + 1, value)
-    text[:, end:] = torch.stack((key[:, :R], value[:, :R]), -1).flatten(1)
-    return text, place
+    value = torch.randint(VALUES, (B, N), generator=generator)
+    text = FIRST_FILLER + torch.randint(FILLERS, (B, T), generator=generator)
+    text.scatter_(1, place, key * VALUES + value)
+    text[:, end:] = FIRST_QUERY + key[:, :R]
+    return text, FIRST_VALUE + value[:, :R], place
 
 
-def train_model(attn, seed, steps, decay, device):
-    """A trained model, and the first step whose loss with the most needles is below 0.1 (NaN: none)."""
-    model, learnt = GPT(GPTConfig(attn=attn, decay=decay, **MODEL), seed), math.nan
-    with torch.no_grad():
-        for w in model.parameters():
-            w.mul_(GAIN if w.ndim == 2 else 1)
-    model.to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
-    generator, dense = torch.Generator().manual_seed(seed), min(DENSE, 0.3 * steps)
+def train_model(attn, seed, lr, steps, decay, device):
+    config = GPTConfig(
+        attn=attn, n_layer=2, n_head=4, n_embd=64, block_size=T_TRAIN, vocab_size=VOCAB, decay=decay)
+    model = GPT(config, seed).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0)
+    generator = torch.Generator().manual_seed(seed)
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = LR * min(1, (step + 1) / WARMUP, 2 - 2 * step / steps)
-        N = NEEDLES[int(torch.randint(len(NEEDLES), (), generator=generator))]
-        fillers = (T_MAX - 4 * N) * min(1, max(0, (step - dense) / (steps / 2 - dense)))
-        T = 4 * N + int(torch.randint(int(fillers) + 1, (), generator=generator))
-        text, _ = make_texts(generator, BATCH, T, N, N)
-        targets = torch.full_like(text[:, 1:], -100)  # cross_entropy passes over these
-        targets[:, T - 2 * N :: 2] = text[:, T - 2 * N + 1 :: 2]
-        _, loss = model(text[:, :-1].to(device), targets.to(device))
+            group["lr"] = lr * min(1, (step + 1) / WARMUP) * (1 - step / steps)
+        N = PAIRS[int(torch.randint(len(PAIRS), (), generator=generator))]
+        T = int(torch.randint(2 * N, T_TRAIN + 1, (), generator=generator))
+        text, answer, _ = make_texts(generator, BATCH, T, N, N)
+        targets = torch.full_like(text, -100)  # cross_entropy passes over these
+        targets[:, -N:] = answer
+        _, loss = model(text.to(device), targets.to(device))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if N == NEEDLES[-1] and loss < 0.1 and math.isnan(learnt):
-            learnt = float(step + 1)
-    return model, learnt
+    return model
 
 
 @torch.no_grad()
-def accuracy(model, B, device, T, N, R, depth=None):
-    """The share of the answers in B texts that get the highest logit, given the right answers before them."""
-    text, right = make_texts(torch.Generator().manual_seed(0), B, T, N, R, depth)[0].to(device), 0
-    for part in text.split(max(1, 8192 // T)):
-        logits, _ = model(part[:, :-1], part[:, 1:])
-        right += (logits[:, T - 2 * R :: 2].argmax(-1) == part[:, T - 2 * R + 1 :: 2]).sum().item()
-    return right / (B * R)
+def accuracy(model, texts, device, T, N, R, depth=None):
+    """The share of the answers that get the highest logit."""
+    text, answer, _ = make_texts(torch.Generator().manual_seed(10**6), texts, T, N, R, depth)
+    right = 0
+    for part, wanted in zip(text.split(64), answer.split(64)):
+        part = part.to(device)
+        logits, _ = model(part, part)  # the second makes it return the logits of all tokens
+        right += (logits[:, -R:].argmax(-1).cpu() == wanted).sum().item()
+    return right / answer.numel()
 
 
 @torch.no_grad()
-def attention_shares(model, B, device, T, N, depth):
-    """The shares of the last token's attention, the query, on the answer's span (its key and value) and on the noise
-    (all else before the query): absolute values, each row's made to sum to 1, the mean over layers, heads and texts."""
-    text, place = make_texts(torch.Generator().manual_seed(1), B, T, N, 1, depth)
-    rows = [A[:, :, -1].abs() for A in bench.attention_maps(model, text[:, :-1].to(device))]  # (B, h, T - 1) each
-    share = torch.stack([(row / row.sum(-1, keepdim=True)).mean(1) for row in rows]).mean(0).cpu()  # (B, T - 1)
-    answer = (share.gather(1, place[:, :1]) + share.gather(1, place[:, :1] + 1)).mean().item()
-    return answer, share[:, : T - 2].sum(-1).mean().item() - answer
+def attention_shares(model, texts, device, T, N, depth):
+    """What the last token, a query, gives to the right pair and to all tokens before it but that.
+
+    Signed: the sum of the weights, which can be negative. Share: of the absolute weights, made to sum to
+    1 over the whole row. Means over heads and texts, a dict for each layer."""
+    text, _, place = make_texts(torch.Generator().manual_seed(10**6 + 1), texts, T, N, 1, depth)
+    x = model.wte(text.to(device))
+    rope = model.rope(T)
+    found = []
+    for block in model.blocks:
+        row = block.attn.map(block.norm1(x))[:, :, -1].cpu()  # (B, heads, T)
+        x = block(x, rope)
+        absolute = row.abs() / row.abs().sum(-1, keepdim=True)
+        right = place[:, None, :1].expand(-1, row.shape[1], -1)
+        found.append({
+            "answer, share": absolute.gather(-1, right).mean().item(),
+            "answer, signed": row.gather(-1, right).mean().item(),
+            "noise, share": (absolute[..., :-1].sum(-1) - absolute.gather(-1, right)[..., 0]).mean().item(),
+            "noise, signed": (row[..., :-1].sum(-1) - row.gather(-1, right)[..., 0]).mean().item(),
+        })
+    return found
 
 
-def run(job):
-    """Trains one model and measures it: its row of the table."""
-    attn, seed, steps, decay, B, device = job
+def do_run(job):
+    """Trains a model and measures it. Returns three lists of rows: accuracy, and attention by layer."""
+    attn, seed, lr, steps, decay, texts, device = job
     torch.set_num_threads(1)  # models this small have nothing to share
-    model, learnt = train_model(attn, seed, steps, decay, device)
-    row = {"attn": attn, "seed": str(seed), "learnt": learnt}
-    for N in (*NEEDLES, 12):  # 12: beyond training
-        row[f"N={N}"] = accuracy(model, B, device, T_MAX, N, min(N, 4))
-    by_depth = {T: [accuracy(model, B, device, T, 4, 1, depth) for depth in DEPTHS] for T in LENGTHS}
-    row |= {f"T={T}": sum(found) / len(found) for T, found in by_depth.items()}
-    row |= {f"at {depth:.0%}": found for depth, found in zip(DEPTHS, by_depth[T_MAX])}
-    answers, noises = zip(*(attention_shares(model, B, device, T_MAX, 4, depth) for depth in DEPTHS))
-    return row | {"on the answer": sum(answers) / len(answers), "on the noise": sum(noises) / len(noises)}
+    model = train_model(attn, seed, lr, steps, decay, device)
+    run = {"attn": attn, "lr": lr, "seed": seed}
+    found = []
+    for N in (*PAIRS, 12):  # 12: more than in training
+        found.append(("pairs", N, accuracy(model, texts, device, T_TRAIN, N, min(N, 4))))
+    for T in LENGTHS:
+        by_depth = [accuracy(model, texts, device, T, 4, 1, depth) for depth in DEPTHS]
+        found.append(("length", T, sum(by_depth) / len(by_depth)))
+    for depth in DEPTHS:
+        found.append(("depth", depth, accuracy(model, texts, device, T_TRAIN, 4, 1, depth)))
+    rows = [run | {"by": by, "x": x, "accuracy": right} for by, x, right in found]
+    layers = attention_shares(model, texts, device, T_TRAIN, 4, 0.5)
+    attention = [run | {"layer": number, **layer} for number, layer in enumerate(layers, 1)]
+    return rows, attention
+
+
+def draw(df):
+    """Accuracy by the number of pairs, by length, by depth, each arm at its best rate."""
+    figure, axes = report.new_figure(columns=3, size=(16, 4.4), sharey=True)
+    labels = {"pairs": "pairs in a text of 64 tokens", "length": "tokens of the text, 4 pairs",
+              "depth": "where the right pair stands: 0 first, 1 last"}
+    for ax, (by, label) in zip(axes, labels.items()):
+        report.line_plot(ax, df[df["by"] == by], "x", "accuracy", by="attn", seed="seed")
+        ax.set(xlabel=label, ylim=(0, 1.05))
+    axes[0].set_ylabel("accuracy")
+    axes[1].set_xscale("log", base=2)
+    axes[1].axvline(T_TRAIN, color="#777777", linewidth=1)
+    report.label_ends(axes[2])
+    return figure
 
 
 def main(argv=None):
     import pandas as pd
 
-    p = argparse.ArgumentParser("recall", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--seeds", type=train.count, default=3, help="models of every arm (3)")
-    p.add_argument("--steps", type=train.count, default=1000, help="training steps of each (1000)")
+    p = argparse.ArgumentParser(
+        "recall", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--seed", type=numbers(int), default=[1, 2, 3], help="models of each arm and rate (1,2,3)")
+    p.add_argument("--lr", type=numbers(float), default=[1e-3, 3e-3], help="peak rates to try (1e-3,3e-3)")
+    p.add_argument("--steps", type=int, default=1000, help="training steps of each (1000)")
     p.add_argument("--decay", action="store_true", help="masks that forget, in every arm")
-    p.add_argument("--texts", type=train.count, default=256, help="texts behind a figure (256)")
-    p.add_argument("--procs", type=train.count, default=os.cpu_count(), help="models trained at once (the cores)")
-    p.add_argument("--device", default="cpu", help="cuda, cuda:1, cpu, … (cpu: the models are tiny)")
+    p.add_argument("--texts", type=int, default=256, help="texts behind a figure (256)")
+    p.add_argument("--procs", type=int, default=os.cpu_count(), help="models trained at once (the cores)")
+    p.add_argument("--device", default="cpu", help="cuda, cuda:1, cpu, ... (cpu: the models are tiny)")
     p.add_argument("--out", type=Path, default="out/bench", help="folder of what is written (%(default)s)")
     args = p.parse_args(argv)
-    how = args.steps, args.decay, args.texts, args.device
-    jobs = [(attn, seed, *how) for seed in range(args.seeds) for attn in ATTENTION]
-    with ProcessPoolExecutor(args.procs, multiprocessing.get_context("spawn")) as pool:
-        df = pd.DataFrame((map if args.procs == 1 else pool.map)(run, jobs))
+    report.check_can_publish(args.out)
+    jobs = [(attn, seed, lr, args.steps, args.decay, args.texts, args.device)
+            for attn in ATTENTION for lr in args.lr for seed in args.seed]
+    if args.procs == 1:
+        results = [do_run(job) for job in jobs]
+    else:
+        with ProcessPoolExecutor(args.procs, multiprocessing.get_context("spawn")) as pool:
+            results = list(pool.map(do_run, jobs))
+    df = pd.DataFrame([row for rows, _ in results for row in rows])
+    attention = pd.DataFrame([row for _, rows in results for row in rows])
 
-    kinds = {"N=": "accuracy by needles", "T=": "by length", "at": "by depth", "on": "the last query's attention"}
-    curves = df.melt(["attn", "seed", "learnt"])
-    curves["kind"] = curves["variable"].str[:2].map(kinds)
-    figure = bench.plot(curves, "variable", "value", panel="kind", xlabel="", ylabel="", ylim=(0, 1.05))
-    about = bench.conditions(torch.device(args.device), steps=args.steps, decay=args.decay, seeds=args.seeds,
-                             batch=BATCH, trained_T=f"up to {T_MAX}", texts=args.texts, **MODEL)  # fmt: skip
-    caption = (f"Learnt: the first step whose loss with {NEEDLES[-1]} needles is below 0.1. Accuracy by needles (R: 4 "
-               f"or fewer), length (N=4, R=1, mean over depths), depth. Else T={T_MAX}. Guessing: {1 / VALUES:.3f}")
-    bench.publish(args.out, "recall", about, {caption: bench.over_seeds(df)}, figure)
+    # the figure shows each arm at the rate with the best mean accuracy by pairs
+    by_pairs = df[df["by"] == "pairs"].groupby(["attn", "lr"], sort=False)["accuracy"].mean()
+    best = [by_pairs[attn].idxmax() for attn in ATTENTION]
+    best_rate = dict(zip(ATTENTION, best))
+    tables = {}
+    for by in ("pairs", "length", "depth"):
+        part = df[df["by"] == by]
+        table = part.pivot_table("accuracy", ["attn", "lr"], "x", sort=False).reset_index()
+        tables[f"Accuracy by {by}, mean of {len(args.seed)} seeds"] = table.rename(columns=str)
+    shares = attention.drop(columns="seed").groupby(["attn", "lr", "layer"], sort=False).mean().reset_index()
+    tables["The attention of a query, the right pair in the middle of 64 tokens"] = shares
+    about = report.conditions(
+        torch.device(args.device), steps=args.steps, decay=args.decay, seeds=args.seed, batch=BATCH,
+        texts=args.texts, guessing=1 / VALUES)
+    figure = draw(df[df["lr"] == df["attn"].map(best_rate)])
+    report.publish(args.out, "recall", about, tables, figure, df)
+
+
+def numbers(kind):
+    """The type of a flag that takes a comma-separated list."""
+
+    def parse(text):
+        return [kind(part) for part in text.split(",")]
+
+    return parse
 
 
 if __name__ == "__main__":

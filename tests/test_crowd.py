@@ -1,0 +1,263 @@
+"""Tests of experiments/crowd.py and experiments/recall.py: the tasks, the arms' equations, and their runs."""
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from experiments import crowd, recall
+from experiments.crowd import Arm, Group, Reader, Run, make_texts
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("m", [0, 1, 5, 8])
+def test_texts_are_what_the_docstring_says(m):
+    N = 16
+    texts = make_texts(seeded(), 20, N, m)
+    for b in range(20):
+        pairs = list(zip(texts.key[b, :N].tolist(), (texts.other[b, :N] - 4 * N).tolist()))
+        keys = [key for key, _ in pairs]
+        values = [value for _, value in pairs]
+        assert len(set(keys)) == N
+        assert max(keys) < 4 * N
+        assert 0 <= min(values) and max(values) < 2 * N
+        # the crowd shares a value, and all other values differ from it and from each other
+        assert len(set(values)) == N - max(0, m - 1)
+        # each query is a key with the mark of a query, and its answer stands in the text, outside the crowd
+        assert texts.other[b, N:].tolist() == [6 * N] * crowd.QUERIES
+        for key, answer in zip(texts.key[b, N:].tolist(), texts.answer[b].tolist()):
+            assert (key, answer) in pairs
+            assert values.count(answer) == 1
+        assert len(set(texts.key[b, N:].tolist())) == crowd.QUERIES
+        # place says where the pairs stand
+        crowd_values = {values[place] for place in texts.place[b, :m].tolist()}
+        assert len(crowd_values) <= 1
+        asked = [keys[place] for place in texts.place[b, -crowd.QUERIES :].tolist()]
+        assert asked == texts.key[b, N:].tolist()
+
+
+@pytest.mark.parametrize("name", [
+    "softmax", "diff norm", "linear 2 heads", "diff_linear", "diff_linear norm", "linear decay",
+    "diff_linear norm decay"])
+def test_the_rows_of_the_queries_are_those_of_model_py(name):
+    model = Reader(Run(name, lr=1e-3, seed=1, pairs=16)).double()
+    texts = make_texts(seeded(), 3, 16, 4)
+    block = model.gpt.blocks[0]
+    with torch.no_grad():
+        x = model.embed(texts)
+        whole_map = block.attn.map(block.norm1(x))
+        rows = model.join(model.branch_maps(block.norm1(x)))
+        y = block(x, model.gpt.rope(x.shape[1]))
+        logits = F.linear(model.gpt.norm(y), model.gpt.wte.weight)
+    # 1e-6: the mask of a decay is computed in float32
+    torch.testing.assert_close(rows, whole_map[:, :, 16:], atol=1e-6, rtol=0)
+    torch.testing.assert_close(model(texts), logits[:, 16:, 64:96], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("tau", [0.5, 3.0])
+def test_the_largest_logit_of_a_capped_map_is_tau(tau):
+    q = torch.tensor([[7.0, 0.0]])
+    k = torch.tensor([[0.1, 0.0], [0.0, 5.0], [-2.0, 0.0]])
+    A = crowd.softmax_map(q, k, torch.ones(1, 3), tau)[0]
+    assert math.log(A[0] / A[1]) == pytest.approx(tau, rel=1e-4)  # whatever the lengths of q and k are
+    assert math.log(A[0] / A[2]) == pytest.approx(2 * tau, rel=1e-4)
+
+
+def joined(arm, lam):
+    """What an arm makes of two branches of 0.5 and 0.25, with a lambda of lam."""
+    model = Reader(Run("diff_linear", lr=1e-3, seed=1, pairs=8))
+    model.arm = arm
+    model.layer.lambda_full = lambda: torch.tensor(lam)
+    A = torch.tensor([0.5, 0.25]).view(1, 2, 1, 1)
+    return model.join(A).item()
+
+
+def test_how_the_branches_are_joined():
+    assert joined(Arm("diff_linear"), 0.4) == pytest.approx(0.5 - 0.4 * 0.25)
+    assert joined(Arm("diff_linear", combine="plus"), 0.4) == pytest.approx(0.5 + 0.4 * 0.25)
+    assert joined(Arm("diff_linear", combine="plus"), -0.4) == pytest.approx(0.5 - 0.4 * 0.25)
+    assert joined(Arm("diff_linear", combine="mean"), 0.4) == pytest.approx((0.5 + 0.4 * 0.25) / 1.4)
+    # it stays a plus, even if the learned lambda has another sign
+    assert joined(Arm("diff_linear", combine="mean"), -0.4) == pytest.approx((0.5 + 0.4 * 0.25) / 1.4)
+    assert joined(Arm("diff_linear", frozen_lambda=0.9), 0.4) == pytest.approx(0.5 - 0.9 * 0.25)
+    assert joined(Arm("diff_linear", frozen_lambda=0.0), 0.4) == pytest.approx(0.5)
+
+
+def test_a_frozen_lambda_is_not_trained(monkeypatch):
+    monkeypatch.setattr(crowd, "TEST_TEXTS", 4)
+    row = crowd.do_run(Run("lambda=0.75", lr=1e-2, seed=1, pairs=8, steps=3))
+    assert row["lambda"] == 0.75
+    learned = crowd.do_run(Run("diff_linear", lr=1e-2, seed=1, pairs=8, steps=3))
+    assert learned["lambda"] != pytest.approx(0.2, abs=1e-6)
+
+
+def test_signed_features_give_weights_of_both_signs():
+    q = torch.tensor([[2.0, 0.0]])
+    k = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
+    A = crowd.signed_map(q, k, torch.ones(1, 2))[0]
+    torch.testing.assert_close(A, torch.tensor([2.0, -2.0]) / math.sqrt(2))
+
+
+def test_the_delta_rule_as_a_map_is_its_recurrence():
+    q, k, v = torch.randn(3, 1, 12, 4, generator=seeded(), dtype=torch.float64)
+    beta = torch.rand(1, 12, generator=seeded(1), dtype=torch.float64)
+    y = crowd.delta_map(q, k, torch.ones(12, 12).double().tril(), beta) @ v
+
+    unit_q = F.normalize(q[0], dim=-1)
+    unit_k = F.normalize(k[0], dim=-1)
+    state = torch.zeros(4, 4, dtype=torch.float64)
+    for t in range(12):
+        lacks = beta[0, t] * (v[0, t] - state @ unit_k[t])
+        state = state + torch.outer(lacks, unit_k[t])
+        torch.testing.assert_close(y[0, t], state @ unit_q[t])
+
+
+def test_failing_crowd():
+    # the right pair (the last) has 3, each of the others 1: a crowd of 3 ties, and a tie is not right
+    A = torch.ones(1, 20)
+    A[0, -1] = 3
+    assert crowd.failing_crowd(A) == pytest.approx(2.5)
+    A[0, :12] = 0.1  # all of the largest crowd together have 1.2
+    assert math.isnan(crowd.failing_crowd(A))
+    A[0, 15] = 4  # a single other pair has more
+    assert crowd.failing_crowd(A) == pytest.approx(0.5)
+
+
+def test_the_law_holds_on_an_untrained_layer():
+    doses, caps = crowd.law(texts=500)
+    sharp = doses[doses["std of keys"] == 3]
+    assert sharp["lambda"].tolist() == list(crowd.DOSE)
+    for _, row in sharp.iterrows():
+        if row["lambda"] == 1:
+            assert math.isnan(row["measured"])  # the crowd never wins
+        else:
+            # at 0.9 a crowd of 20 is a sum of much noise
+            bound = 0.15 if row["lambda"] <= 0.75 else 0.5
+            assert row["measured"] == pytest.approx(row["m0 / (1 - lambda)"], rel=bound)
+    for _, row in caps.iterrows():
+        assert math.isnan(row["minus the uniform map"])
+        if row["tau"] <= 3:
+            assert row["one map"] == pytest.approx(row["e^tau"], rel=0.33)
+
+
+def fake_run(run):
+    """A run whose best rate is 3e-2, above the largest that is tried first."""
+    loss = abs(math.log(run.lr / 3e-2))
+    row = {"arm": run.arm, "lr": run.lr, "seed": run.seed, "pairs": run.pairs, "steps": run.steps,
+           "tau": run.tau}
+    return row | {"mean accuracy": 0.5, "loss": loss, "seconds": 0}
+
+
+def test_a_rate_at_the_edge_is_extended_and_the_best_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(crowd, "do_run", fake_run)
+    runs = crowd.Runs(tmp_path, procs=1)
+    crowd.train_group(runs, [Run("linear", 0, 0)], seeds=(3, 4))
+    tried = {run.lr for run in runs.rows if run.seed in crowd.CHOOSE_SEEDS}
+    assert tried == {1e-3, 3e-3, 1e-2, 3e-2, 1e-1}
+    assert {(run.lr, run.seed) for run in runs.rows if run.seed > 2} == {(3e-2, 3), (3e-2, 4)}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Two arms, few texts, little to choose from."""
+    monkeypatch.setattr(crowd, "TEST_TEXTS", 8)
+    monkeypatch.setattr(crowd, "RATES", (3e-3,))
+    monkeypatch.setattr(crowd, "LADDER", (3e-3,))
+    monkeypatch.setattr(crowd, "PHASE_TAU", (1.0, 2.0))
+    monkeypatch.setattr(crowd, "GROUPS", {"small": Group(tuple(crowd.SHOWN))})
+
+
+def test_all_parts_run_stop_and_go_on(tmp_path, small, monkeypatch, capsys):
+    out = f"--out={tmp_path}"
+    flags = ["--steps=2", "--procs=1", "--seed=3,4", out]
+    crowd.main(["train", *flags])
+    crowd.main(["phase", "--pairs=16", *flags])
+    lines = (tmp_path / "runs.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    n_train = len(crowd.SHOWN) * 4  # two seeds to choose a rate, two to report
+    n_phase = 2 + 2 * 2 * 2  # two to choose a rate, then arms x sharpness x seeds
+    assert len(rows) == n_train + n_phase
+    assert all(len(row["accuracy"]) == 5 and math.isfinite(row["loss"]) for row in rows)
+
+    # the same commands train nothing again; with the last two lines lost they make the same two again
+    (tmp_path / "runs.jsonl").write_text("\n".join(lines[:-2]) + "\n")
+    trained = []
+    do_run = crowd.do_run
+    monkeypatch.setattr(crowd, "do_run", lambda run: trained.append(run) or do_run(run))
+    crowd.main(["train", *flags])
+    crowd.main(["phase", "--pairs=16", *flags])
+    assert len(trained) == 2
+    again = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in again] == [row["loss"] for row in rows]
+
+    crowd.main(["figure", "--steps=2", out])
+    published = json.loads((tmp_path / "crowd.json").read_text())
+    assert len(published["runs"]) == n_train
+    table = next(iter(published["tables"].values()))
+    assert {row["arm"]: row["n"] for row in table} == dict.fromkeys(crowd.SHOWN, 2)
+    assert len(json.loads((tmp_path / "phase.json").read_text())["runs"]) == n_phase
+    assert (tmp_path / "crowd.png").stat().st_size > 10_000
+    assert (tmp_path / "phase.png").stat().st_size > 10_000
+
+
+def test_the_maps_of_the_figure_are_sorted_by_what_a_query_should_see(monkeypatch):
+    def known_maps(model, x):
+        # each query gives 1 to its right pair and 2 to the crowd
+        A = torch.zeros(1, 4, crowd.QUERIES, model.pairs + crowd.QUERIES)
+        for query, place in enumerate(texts[-1].place[0, -crowd.QUERIES :]):
+            A[..., query, place] = 1
+        A[..., texts[-1].place[0, :8]] = 2
+        return A
+
+    texts = []
+    make = crowd.make_texts
+    monkeypatch.setattr(crowd, "make_texts", lambda *args: texts.append(make(*args)) or texts[-1])
+    monkeypatch.setattr(crowd, "train_reader", lambda run: Reader(run))
+    monkeypatch.setattr(Reader, "branch_maps", known_maps)
+    maps, lam = crowd.example_maps(steps=1, m=8)
+    expected = torch.zeros(crowd.QUERIES, 32)
+    expected[:, : crowd.QUERIES] = torch.eye(crowd.QUERIES)
+    expected[:, -8:] = 2
+    assert torch.equal(maps[0], expected)
+    torch.testing.assert_close(maps[2], expected * (1 - lam))
+
+
+def test_recall_texts():
+    text, answer, place = recall.make_texts(seeded(), 50, 40, N=6, R=3)
+    for b in range(50):
+        pairs = text[b][place[b]]
+        assert pairs.max() < recall.FIRST_QUERY
+        keys = (pairs // recall.VALUES).tolist()
+        values = (pairs % recall.VALUES).tolist()
+        assert len(set(keys)) == 6
+        assert text[b, -3:].tolist() == [recall.FIRST_QUERY + key for key in keys[:3]]
+        assert answer[b].tolist() == [recall.FIRST_VALUE + value for value in values[:3]]
+        assert (text[b, :-3] >= recall.FIRST_FILLER).sum() == 40 - 3 - 6
+    for depth, where in [(0.0, 0), (0.5, 18), (1.0, 36)]:
+        _, _, place = recall.make_texts(seeded(), 50, 40, N=6, R=3, depth=depth)
+        assert (place[:, 0] == where).all()
+
+
+def test_recall_attention_of_a_flat_map():
+    # linear attention whose queries are all zero, so that every weight is the same
+    model = recall.train_model("linear", seed=1, lr=1e-3, steps=0, decay=False, device="cpu")
+    model.config.rope_theta = 0
+    for block in model.blocks:
+        torch.nn.init.zeros_(block.attn.q_proj.weight)
+        torch.nn.init.zeros_(block.attn.k_proj.weight)
+    for layer in recall.attention_shares(model, 10, "cpu", T=32, N=4, depth=0.5):
+        for kind in ("share", "signed"):
+            assert layer[f"answer, {kind}"] == pytest.approx(1 / 32, rel=1e-4)
+            assert layer[f"noise, {kind}"] == pytest.approx(30 / 32, rel=1e-4)
+
+
+def test_recall_from_training_to_the_page(tmp_path):
+    recall.main(["--seed=1,2", "--lr=1e-3", "--steps=2", "--texts=4", "--procs=1", f"--out={tmp_path}"])
+    published = json.loads((tmp_path / "recall.json").read_text())
+    runs = {(row["attn"], row["seed"]) for row in published["runs"]}
+    assert runs == {(attn, seed) for attn in recall.ATTENTION for seed in (1, 2)}
+    assert (tmp_path / "recall.png").stat().st_size > 10_000
