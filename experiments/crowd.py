@@ -149,6 +149,7 @@ GROUPS = {
 PHASE_ARMS = ("softmax norm", "diff norm")
 PHASE_PAIRS = (32, 64, 128, 256, 512)
 PHASE_STEPS = 1500
+PHASE_RATES = (3e-3, 1e-2)
 PHASE_CHOOSE_TAU = 1.5
 PHASE_TAU = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 
@@ -454,15 +455,15 @@ def train(runs, args):
 def phase(runs, args):
     """Capped softmax, one map and the difference, over length and sharpness.
 
-    The rate of an arm at a length is the best of RATES at one sharpness, on one seed. Beyond
+    The rate of an arm at a length is the best of two at one sharpness, on one seed. Beyond
     128 pairs, where a run takes minutes, it is that of 128 pairs."""
     steps = args.steps or PHASE_STEPS
     for N in args.pairs:
         likes = [Run(arm, 0, 0, min(N, 128), steps, PHASE_CHOOSE_TAU) for arm in PHASE_ARMS]
-        runs.finish([replace(like, lr=lr, seed=CHOOSE_SEEDS[0]) for like in likes for lr in RATES])
+        runs.finish([replace(like, lr=lr, seed=CHOOSE_SEEDS[0]) for like in likes for lr in PHASE_RATES])
         rates = {like.arm: runs.best_rate(like) for like in likes}
         runs.finish([Run(arm, rates[arm], seed, N, steps, tau)
-                     for seed in args.seed for tau in PHASE_TAU for arm in PHASE_ARMS])
+                     for seed in args.seed for tau in args.tau for arm in PHASE_ARMS])
 
 
 def failing_crowd(A):
@@ -757,6 +758,10 @@ def phase_table(df):
     return table.reset_index()
 
 
+def float_list(text):
+    return [float(part) for part in text.split(",")]
+
+
 def int_list(text):
     return [int(part) for part in text.split(",")]
 
@@ -775,6 +780,7 @@ def main(argv=None):
     p.add_argument("--seed", type=int_list, default=REPORT_SEEDS, help="seeds to report (3,4,5,6,7)")
     p.add_argument("--groups", type=str_list, default=list(GROUPS), help="of train: %(default)s")
     p.add_argument("--pairs", type=int_list, default=PHASE_PAIRS, help="of phase: %(default)s")
+    p.add_argument("--tau", type=float_list, default=PHASE_TAU, help="of phase: %(default)s")
     args = p.parse_args(argv)
     runs = Runs(args.out, args.procs)
     if args.verb == "law":

@@ -167,7 +167,7 @@ def small(monkeypatch):
     monkeypatch.setattr(crowd, "TEST_TEXTS", 8)
     monkeypatch.setattr(crowd, "RATES", (3e-3,))
     monkeypatch.setattr(crowd, "LADDER", (3e-3,))
-    monkeypatch.setattr(crowd, "PHASE_TAU", (1.0, 2.0))
+    monkeypatch.setattr(crowd, "PHASE_RATES", (3e-3,))
     monkeypatch.setattr(crowd, "GROUPS", {"small": Group(tuple(crowd.SHOWN))})
 
 
@@ -175,7 +175,7 @@ def test_all_parts_run_stop_and_go_on(tmp_path, small, monkeypatch, capsys):
     out = f"--out={tmp_path}"
     flags = ["--steps=2", "--procs=1", "--seed=3,4", out]
     crowd.main(["train", *flags])
-    crowd.main(["phase", "--pairs=16", *flags])
+    crowd.main(["phase", "--pairs=16", "--tau=1,2", *flags])
     lines = (tmp_path / "runs.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     n_train = len(crowd.SHOWN) * 4  # two seeds to choose a rate, two to report
@@ -189,7 +189,7 @@ def test_all_parts_run_stop_and_go_on(tmp_path, small, monkeypatch, capsys):
     do_run = crowd.do_run
     monkeypatch.setattr(crowd, "do_run", lambda run: trained.append(run) or do_run(run))
     crowd.main(["train", *flags])
-    crowd.main(["phase", "--pairs=16", *flags])
+    crowd.main(["phase", "--pairs=16", "--tau=1,2", *flags])
     assert len(trained) == 2
     again = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
     assert [row["loss"] for row in again] == [row["loss"] for row in rows]
