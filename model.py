@@ -5,7 +5,7 @@ Four kinds of attention ("arms") in one GPT.
     softmax     softmax     diff            (Differential Transformer, arXiv 2410.05258)
     linear      linear      diff_linear     (linear: Transformers are RNNs, arXiv 2006.16236)
 
-"The paper" and its equations are Differential Transformer and the equations there.
+Below, "the paper" is Differential Transformer, and Eq. 1 to 3 are its equations.
 
 Attention multiplies the values V by a causal T x T matrix A, which we call the map: row i says how
 much token i takes from each token j <= i. Every map is made of weights w, a mask D and row sums z:
@@ -156,7 +156,7 @@ def linear_std(fan_in):
 
 
 def residual_std(fan_in, config):
-    """A smaller one for the matrices that write to the residual stream, which adds up 2 n_layer."""
+    """Smaller, for the 2 n_layer matrices whose outputs add up in the residual stream."""
     return linear_std(fan_in) / math.sqrt(2 * config.n_layer)
 
 
@@ -186,11 +186,11 @@ class Attention(nn.Module):
         self.head_dim = C // config.n_head
         self.flash = config.flash
         self.kernel = "sdpa"  # computes softmax's fast form, see pick_kernel
-        # for experiments, which may set it to a function of the scores (B, H, T, T): the map form
-        # then goes on with what that returns. The other two forms hold no scores to show
+        # an experiment may set this to a function that takes the scores, (B, H, T, T), and returns
+        # what the map form should use in their place. The other two forms hold no scores to show
         self.score_hook = None
 
-        # the queries, keys and values of all heads, side by side, and the way out
+        # queries, keys and values of all heads side by side, and the projection of the output
         self.q_proj = nn.Linear(C, C, bias=False)
         self.k_proj = nn.Linear(C, C, bias=False)
         self.v_proj = nn.Linear(C, C, bias=False)
