@@ -242,7 +242,8 @@ def loss(args):
         tables["Each arm at the best of its rates, chosen on these same runs"] = table
     if len(others):
         tables["Not in these figures"] = others
-    curves = evals.merge(shown[["run", "arm"]])
+    # from the first step on: there is no 0 on a logarithmic axis
+    curves = evals[evals["step"] > 0].merge(shown[["run", "arm"]])
     figure = loss_figure(shown, curves, loss_finding(table), unit)
     report.publish(args.out, "loss", about, tables, figure, runs)
 

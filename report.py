@@ -176,9 +176,9 @@ def check_can_publish(out):
 
         check_can_publish(args.out)     # the first line of a main()
     """
-    import matplotlib  # noqa: F401
-    import pandas  # noqa: F401
-    import scipy  # noqa: F401
+    import matplotlib
+    import pandas
+    import scipy
 
     out.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=out).close()
@@ -340,7 +340,11 @@ def short_numbers(axis):
     from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
     low, high = sorted(axis.get_view_interval())
-    digits = (1, 2, 5) if high / low > 10 else range(1, 10)  # so that a short axis has ticks, too
+    digits = [1, 2, 5]
+    if high / low < 4:  # a short axis needs more of them
+        digits = range(1, 10)
+    elif high / low < 10:
+        digits = [1, 2, 3, 5, 7]
     axis.set_major_locator(LogLocator(subs=digits))
     axis.set_major_formatter(EngFormatter())
     axis.set_minor_formatter(NullFormatter())

@@ -299,9 +299,9 @@ def test_each_arm_at_its_own_best_rate():
         fake_run(f"bad{seed}", "diff", seed, 6.0, lr=3e-3)
     fake_run("lucky", "diff", 2, 0.1, lr=0.00400000001)  # the best of all, but one seed of two
     table, best = measured("loss", ".")
-    assert list(by_arm(table)) == [
-        "softmax lr1e-3", "diff lr1e-3", "diff lr2e-3", "diff lr3e-3", "diff lr4.00000001e-3"
-    ]  # fmt: skip
+    softmax, *diff = by_arm(table)
+    assert softmax == "softmax lr1e-3"
+    assert diff == ["diff lr1e-3", "diff lr2e-3", "diff lr3e-3", "diff lr4.00000001e-3"]
     assert by_arm(table)["diff lr1e-3"]["− softmax"]["mean"] == 2.5
     assert by_arm(table)["diff lr2e-3"]["− softmax"] is None  # there is no softmax at this rate
     assert list(by_arm(best)) == ["softmax", "diff"]
@@ -412,9 +412,8 @@ def test_speed_times_attention_and_the_training_step(tiny_toy):
     tables = measured("speed", *flags)
     assert len(tables) == 2
     for rows, what in zip(tables, ("forward + backward", "step")):
-        assert list(by_arm(rows)) == [
-            "softmax", "softmax cudnn", "diff", "diff cudnn", "linear", "diff_linear"
-        ]  # fmt: skip
+        names = "softmax, softmax cudnn, diff, diff cudnn, linear, diff_linear"
+        assert ", ".join(by_arm(rows)) == names
         for arm, row in by_arm(rows).items():
             if arm.endswith("cudnn"):
                 assert "can't run on cpu" in row["failed"]
@@ -469,9 +468,9 @@ def test_nothing_but_failures_is_an_error_and_leaves_what_was_there(tiny_toy):
 @pytest.mark.parametrize(
     "flags, says",
     [
-        ("speed --T=256,", "argument --T: '' is not a whole number"),
-        ("speed --T=abc", "argument --T: 'abc' is not a whole number"),
-        ("decode --num_samples=1.5", "argument --num_samples: '1.5' is not a whole number"),
+        ("speed --T=256,", "argument --T: '' is not "),
+        ("speed --T=abc", "argument --T: 'abc' is not "),
+        ("decode --num_samples=1.5", "argument --num_samples: '1.5' is not "),
         ("speed --kernel=fast", "argument --kernel: 'fast' is not one of auto, "),
         ("decode --arms=softmax,cosine", "argument --arms: 'cosine' is "),
         ("slices", "invalid choice: 'slices'"),
