@@ -66,6 +66,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
 import report
 from model import GPT, GPTConfig, distances, log_mask, phi
 
@@ -74,15 +75,17 @@ CHANNELS = 64
 BATCH = 32
 WARMUP = 50
 TEST_TEXTS = 512  # texts of each crowd in a test
-RATES = (1e-3, 3e-3, 1e-2)
-LADDER = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)  # where the best rate is looked for, if it is at RATES' edge
+# an arm is tried at RATES, and then at the neighbours of its best rate, until both have been tried
+RATES = (3e-3, 1e-2)
+LADDER = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 CHOOSE_SEEDS = (1, 2)  # the rate of an arm is chosen on these
 REPORT_SEEDS = (3, 4, 5, 6, 7)  # and what is reported comes from these
 
 
 @dataclass(frozen=True)
 class Arm:
-    """How an attention differs from the others. The first five fields are GPTConfig's."""
+    """How an attention differs from the others. The first four fields are GPTConfig's."""
+
     attn: str
     n_head: int = 4  # a differential arm has half as many heads, of two branches each
     subln: bool = False
@@ -92,6 +95,7 @@ class Arm:
     frozen_lambda: float | None = None  # None: lambda is learned, from 0.2
 
 
+# the arms, in the order in which they are trained: what matters most comes first
 CORE = {
     "linear": Arm("linear"),
     "linear 2 heads": Arm("linear", n_head=2),
@@ -125,13 +129,15 @@ MORE = {
     **{f"lambda={dose}": Arm("diff_linear", frozen_lambda=dose) for dose in DOSE},
 }
 ARMS = CORE | DOSES | CONTROLS | MORE
-LONG = (
-    "linear", "linear 2 heads", "diff_linear norm", "signed 2 heads norm", "delta 2 heads norm", "softmax")
+HARDER = (
+    "linear", "linear 2 heads", "diff_linear norm", "signed 2 heads norm", "delta 2 heads norm",
+    "softmax")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Arms that are trained on the same task, and in this order."""
+    """Arms that are trained on the same task, in this order."""
+
     arms: tuple
     pairs: int = 32
     steps: int = 1500
@@ -141,15 +147,16 @@ GROUPS = {
     "core": Group(tuple(CORE)),
     "dose": Group(tuple(DOSES)),
     "controls": Group(tuple(CONTROLS)),
-    "64": Group(LONG, pairs=64, steps=2000),
+    "64": Group(HARDER, pairs=64, steps=2000),
+    "longer": Group(("linear", "linear 2 heads norm"), steps=6000),  # is it only slower to learn?
     "more": Group(tuple(MORE)),
-    "128": Group(LONG, pairs=128, steps=2000),
+    "128": Group(HARDER, pairs=128, steps=2000),
 }
-# the phase diagram: a softmax map and a difference of two, both with the norm
+
+# the phase diagram: one capped softmax map and the difference of two, both with the norm
 PHASE_ARMS = ("softmax norm", "diff norm")
 PHASE_PAIRS = (32, 64, 128, 256, 512)
 PHASE_STEPS = 1500
-PHASE_RATES = (3e-3, 1e-2)
 PHASE_CHOOSE_TAU = 1.5
 PHASE_TAU = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 
@@ -157,6 +164,7 @@ PHASE_TAU = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 @dataclass(frozen=True)
 class Run:
     """What makes a run the run it is."""
+
     arm: str  # a name in ARMS
     lr: float
     seed: int
@@ -167,12 +175,15 @@ class Run:
 
 @dataclass
 class Texts:
-    """B texts of N pairs and QUERIES queries. Pair i of a text is the i-th that was drawn: the first m
-    are the crowd, the last QUERIES are asked for. Where it stands in the text is place[:, i]."""
-    key: torch.Tensor  # (B, N + QUERIES), numbers of keys
-    other: torch.Tensor  # (B, N + QUERIES), a number above the keys': the value, or the mark of a query
-    answer: torch.Tensor  # (B, QUERIES), which value is right, from 0
-    place: torch.Tensor  # (B, N)
+    """B texts of N pairs and QUERIES queries. A token is the sum of two embeddings, key and other.
+
+    We call the pairs by the order in which they were drawn: the first m are the crowd, the last
+    QUERIES are asked for."""
+
+    key: torch.Tensor  # (B, N + QUERIES), a key
+    other: torch.Tensor  # (B, N + QUERIES), above the keys: a value, or the mark of a query
+    answer: torch.Tensor  # (B, QUERIES), the number of the right value, from 0
+    place: torch.Tensor  # (B, N), where each pair stands in the text
 
 
 def make_texts(generator, B, N, m):
@@ -180,7 +191,7 @@ def make_texts(generator, B, N, m):
     keys, values = 4 * N, 2 * N
     key = torch.rand(B, keys, generator=generator).argsort(-1)[:, :N]
     value = torch.rand(B, values, generator=generator).argsort(-1)[:, :N]
-    value[:, :m] = value[:, :1]
+    value[:, :m] = value[:, :1]  # the crowd
     order = torch.rand(B, N, generator=generator).argsort(-1)  # which pair stands at each place
     marks = torch.full((B, QUERIES), keys + values)
     return Texts(
@@ -217,9 +228,12 @@ def signed_map(q, k, mask):
 
 
 def delta_map(q, k, mask, beta):
-    """The delta rule as a map. Each token writes what the state lacks: with q and k of length one,
-    u_t = beta_t (v_t - S_t-1 k_t),  S_t = S_t-1 + u_t k_t^T,  y_t = S_t q_t.
-    So (1 + L) U = beta V with L_ts = beta_t k_t k_s below the diagonal, and A = (q k) (1 + L)^-1 beta."""
+    """The delta rule (DeltaNet, arXiv 2406.06484) as a map. q and k have length one, and a token
+    writes into the state S only what a look-up of its key does not give already:
+
+        u_t = beta_t (v_t - S_t-1 k_t)      S_t = S_t-1 + u_t k_t^T      y_t = S_t q_t
+
+    So (1 + L) U = beta V with L_ts = beta_t k_t k_s for s < t, and A = (q k) (1 + L)^-1 beta."""
     q = F.normalize(q, dim=-1)
     k = F.normalize(k, dim=-1)
     L = (beta[..., None] * (k @ k.mT)).tril(-1)
@@ -243,8 +257,8 @@ class Reader(nn.Module):
         self.tau = run.tau
         self.pairs = N
         config = GPTConfig(
-            attn=arm.attn, n_layer=1, n_head=arm.n_head, n_embd=CHANNELS, subln=arm.subln, decay=arm.decay,
-            block_size=N + QUERIES, vocab_size=6 * N + 1, rope_theta=0)
+            attn=arm.attn, n_layer=1, n_head=arm.n_head, n_embd=CHANNELS, subln=arm.subln,
+            decay=arm.decay, block_size=N + QUERIES, vocab_size=6 * N + 1, rope_theta=0)
         self.gpt = GPT(config, run.seed)
         self.layer = self.gpt.blocks[0].attn
         if arm.weights == "delta":
@@ -425,7 +439,8 @@ class Runs:
                 yield job.result()
 
     def best_rate(self, like):
-        """The rate with the least loss on CHOOSE_SEEDS, of the runs that differ from `like` in rate and seed."""
+        """The rate with the least mean loss on CHOOSE_SEEDS, of the runs that are like this one but
+        for their rate and seed."""
         losses = {}
         for run, row in self.rows.items():
             if run.seed in CHOOSE_SEEDS and replace(run, lr=like.lr, seed=like.seed) == like:
@@ -433,23 +448,25 @@ class Runs:
         return min(losses, key=lambda lr: sum(losses[lr]) / len(losses[lr]))
 
 
-def train_group(runs, likes, seeds):
-    """Chooses a rate for each of `likes` on CHOOSE_SEEDS, and trains it on `seeds`."""
+def train_group(runs, likes, choose_seeds, seeds):
+    """Chooses a rate for each of `likes` on `choose_seeds`, and trains it at that rate on `seeds`.
+    The rates and seeds that stand in `likes` don't matter."""
     wanted = {like: RATES for like in likes}
     while runs.finish([replace(like, lr=lr, seed=seed)
-                       for like in likes for lr in wanted[like] for seed in CHOOSE_SEEDS]):
+                       for like in likes for lr in wanted[like] for seed in choose_seeds]):
         for like in likes:
             # a best rate at the edge of what was tried is not known to be the best
             best = LADDER.index(runs.best_rate(like))
             wanted[like] = LADDER[max(0, best - 1) : best + 2]
-    runs.finish([replace(like, lr=runs.best_rate(like), seed=seed) for like in likes for seed in seeds])
+    runs.finish([replace(like, lr=runs.best_rate(like), seed=seed)
+                 for like in likes for seed in seeds])
 
 
 def train(runs, args):
     for name in args.groups:
         group = GROUPS[name]
         likes = [Run(arm, 0, 0, group.pairs, args.steps or group.steps) for arm in group.arms]
-        train_group(runs, likes, args.seed)
+        train_group(runs, likes, args.choose, args.seed)
 
 
 def phase(runs, args):
@@ -460,7 +477,7 @@ def phase(runs, args):
     steps = args.steps or PHASE_STEPS
     for N in args.pairs:
         likes = [Run(arm, 0, 0, min(N, 128), steps, PHASE_CHOOSE_TAU) for arm in PHASE_ARMS]
-        runs.finish([replace(like, lr=lr, seed=CHOOSE_SEEDS[0]) for like in likes for lr in PHASE_RATES])
+        runs.finish([replace(like, lr=lr, seed=CHOOSE_SEEDS[0]) for like in likes for lr in RATES])
         rates = {like.arm: runs.best_rate(like) for like in likes}
         runs.finish([Run(arm, rates[arm], seed, N, steps, tau)
                      for seed in args.seed for tau in args.tau for arm in PHASE_ARMS])
@@ -469,9 +486,9 @@ def phase(runs, args):
 def failing_crowd(A):
     """The crowd at which half of the answers are wrong, interpolated. NaN: none up to the largest.
 
-    A (texts, N): what the query gives to each pair, the last of which is asked for. The crowd is the
-    first m pairs. An answer is right if its pair has more than the crowd together, and more than each
-    pair outside it."""
+    A (texts, N): what the query gives to each pair, the last of which is asked for. The crowd is
+    the first m pairs. An answer is right if its pair has more than all of the crowd together, and
+    more than each pair outside it."""
     largest = A.shape[1] - QUERIES
     right = A[:, -1:]
     crowd = A.cumsum(-1)[:, :largest]  # of 1, 2, ... pairs
@@ -487,8 +504,10 @@ def failing_crowd(A):
 def law(N=64, texts=2000, heads=4, d=16):
     """The law on an untrained layer, whose queries are the random keys that they look for.
 
-    Two tables: where the crowd wins, by lambda for linear attention and by the largest logit for softmax.
-    In the second branch of diff_linear the keys have the other sign, so its bump is a dip."""
+    Two tables say at which crowd half of the answers are wrong: for linear attention by lambda, for
+    softmax by its largest logit. In the second branch of diff_linear the keys have the other sign, so
+    that the right pair has a dip where the first has a bump. bump and dip are the right pair's weight
+    over a wrong pair's; the crowd m outvotes the right pair where (1 - lambda) m > bump - lambda dip."""
     import pandas as pd
 
     mask = torch.ones(heads, 1, N)
@@ -501,12 +520,13 @@ def law(N=64, texts=2000, heads=4, d=16):
         bump = (first[:, -1].mean() / first[:, :-1].mean()).item()
         dip = (second[:, -1].mean() / second[:, :-1].mean()).item()
         for lam in DOSE:
+            left = max(1 - lam, 1e-9)  # of the common weight
             doses.append({
                 "std of keys": std,
                 "lambda": lam,
                 "measured": failing_crowd(first - lam * second),
-                "m0 / (1 - lambda)": bump / (1 - lam) if lam < 1 else math.inf,
-                "(r1 - lambda r2) / (1 - lambda)": (bump - lam * dip) / (1 - lam) if lam < 1 else math.inf,
+                "m0 / (1 - lambda)": bump / left,
+                "(bump - lambda dip) / (1 - lambda)": (bump - lam * dip) / left,
             })
     caps = []
     for tau in (1.0, 2.0, 3.0, 5.0):
@@ -541,8 +561,8 @@ def reported(df):
 
 
 def accuracy_table(df):
-    """A row for each arm of one length: accuracy by crowd and its mean over the crowds, with the least
-    and the largest of the seeds."""
+    """A row for each arm of one length: accuracy by crowd, and its mean over the crowds with the
+    least and the largest of the seeds."""
     import pandas as pd
 
     sizes = [f"m={m}" for m in crowds(df["pairs"].iloc[0])]
@@ -577,7 +597,7 @@ CONTRASTS = [
 
 
 def contrast_table(df):
-    """Differences of mean accuracy with 95 % intervals (Welch's t: the arms' spreads differ widely)."""
+    """Differences of mean accuracy with 95 % intervals (Welch's t: the spreads of arms differ)."""
     import pandas as pd
     from scipy import stats
 
@@ -609,9 +629,10 @@ SHOWN = {
 
 @torch.no_grad()
 def example_maps(steps, m):
-    """A_1, A_2 and A_1 - lambda A_2 of one head of a trained diff_linear, for one text: (3, QUERIES, N).
+    """A_1, A_2 and A_1 - lambda A_2 of one head of a trained diff_linear, for one text, as one tensor
+    (3, QUERIES, N), and lambda.
 
-    The pairs are sorted: those asked for in the order of the queries, then the others, then the crowd."""
+    The pairs are sorted: those asked for in the order of the queries, the others, the crowd."""
     torch.set_num_threads(1)
     with torch.enable_grad():
         model = train_reader(Run("diff_linear norm", 3e-3, REPORT_SEEDS[0], steps=steps))
@@ -643,7 +664,8 @@ def draw_maps(figure, grid, steps, m=8):
         for q in range(QUERIES):  # the right cell of each query
             ax.add_patch(Rectangle((q - 0.5, q - 0.5), 1, 1, fill=False, linewidth=1.2))
         ax.axvline(N - m - 0.5, color="black", linewidth=1)
-    ax.set_xticks([3.5, (N - m + QUERIES) / 2 - 0.5, N - m / 2 - 0.5], ["asked for", "others", "crowd"])
+    middles = [QUERIES / 2 - 0.5, (N - m + QUERIES) / 2 - 0.5, N - m / 2 - 0.5]
+    ax.set_xticks(middles, ["asked for", "others", "crowd"])
     ax.tick_params(length=0)
 
 
@@ -668,10 +690,11 @@ def draw_law(ax):
     doses = doses[(doses["std of keys"] == 3) & (doses["lambda"] < 1)]
     lam = torch.linspace(0, 0.95, 100)
     alone = doses.iloc[0]["m0 / (1 - lambda)"]
-    ax.plot(lam, alone / (1 - lam), color="#777777", linewidth=1.6, label="law: $m_0 / (1 - \\lambda)$")
-    ax.plot(doses["lambda"], doses["measured"], "o", markersize=8, color=report.STYLE["diff_linear"]["color"],
-            label="measured")
-    ax.set(title="Untrained: the crowd that wins", xlabel="$\\lambda$", yscale="log", ylim=(1.5, 60))
+    color = report.STYLE["diff_linear"]["color"]
+    ax.plot(lam, alone / (1 - lam), color="#777777", label="law: $m_0 / (1 - \\lambda)$")
+    ax.plot(doses["lambda"], doses["measured"], "o", markersize=8, color=color, label="measured")
+    ax.set(title="Untrained: the crowd that wins", xlabel="$\\lambda$")
+    ax.set(yscale="log", ylim=(1.5, 60))
     ax.set_yticks([2, 5, 10, 20, 50], ["2", "5", "10", "20", "50"])
     ax.minorticks_off()
     ax.legend(frameon=False, loc="upper left")
@@ -682,8 +705,8 @@ def draw_crowd(df, steps):
     figure, _ = report.new_figure(size=(15, 4.6))
     figure.clear()
     grid = figure.add_gridspec(3, 3, width_ratios=(1.1, 1, 0.8))
-    report.add_title(figure, "One map gives every pair a share, and a crowd of pairs outvotes the right "
-                             "one. The difference of two maps takes the common share away")
+    report.add_title(figure, "One map gives every pair a share, and a crowd of pairs outvotes the "
+                             "right one. The difference of two maps takes that share away")
     draw_maps(figure, grid, steps)
     draw_law(figure.add_subplot(grid[:, 2]))
     draw_accuracy(figure.add_subplot(grid[:, 1]), df)
@@ -717,8 +740,8 @@ def draw_phase(df):
         ax.grid(False)
     axes[0].set_ylabel("largest logit $\\tau$")
     figure.colorbar(image, ax=axes, label="accuracy")
-    report.add_title(figure, "Where a softmax map may not be sharp, one fails and the difference of two "
-                             "does not (line: the border of one map, predicted)")
+    report.add_title(figure, "Where a softmax map may not be sharp, one fails and the difference of "
+                             "two does not (line: the border of one map, predicted)")
     return figure
 
 
@@ -735,10 +758,11 @@ def publish(runs, args):
         differences = contrast_table(group)
         if len(differences):
             tables[f"{N} pairs: differences"] = differences
-    tables["The law, untrained, 64 pairs: the crowd at which half of the answers are wrong, linear"] = doses
+    tables["The law, untrained, 64 pairs: the crowd that makes half of the answers wrong"] = doses
     tables["The same for softmax with its largest logit held to tau"] = caps
     short = trained[trained["pairs"] == 32]
-    report.publish(args.out, "crowd", about, tables, draw_crowd(short, args.steps or 1500), df[df["tau"].isna()])
+    figure = draw_crowd(short, args.steps or 1500)
+    report.publish(args.out, "crowd", about, tables, figure, df[df["tau"].isna()])
     capped = final[final["tau"].notna()]
     if len(capped):
         tables = {}
@@ -774,10 +798,11 @@ def main(argv=None):
     p = argparse.ArgumentParser(
         "crowd", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("verb", choices=["law", "train", "phase", "figure"])
-    p.add_argument("--out", type=Path, default="out/crowd", help="folder of what is written (%(default)s)")
+    p.add_argument("--out", type=Path, default="out/crowd", help="its folder (%(default)s)")
     p.add_argument("--procs", type=int, default=2, help="runs at once (%(default)s)")
-    p.add_argument("--steps", type=int, help="training steps of a run (1,500; 2,000 from 64 pairs on)")
-    p.add_argument("--seed", type=int_list, default=REPORT_SEEDS, help="seeds to report (3,4,5,6,7)")
+    p.add_argument("--steps", type=int, help="steps of a run (1,500, in harder groups 2,000)")
+    p.add_argument("--seed", type=int_list, default=REPORT_SEEDS, help="seeds to report (3 to 7)")
+    p.add_argument("--choose", type=int_list, default=CHOOSE_SEEDS, help="... for the rate (1,2)")
     p.add_argument("--groups", type=str_list, default=list(GROUPS), help="of train: %(default)s")
     p.add_argument("--pairs", type=int_list, default=PHASE_PAIRS, help="of phase: %(default)s")
     p.add_argument("--tau", type=float_list, default=PHASE_TAU, help="of phase: %(default)s")

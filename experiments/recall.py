@@ -47,10 +47,11 @@ LENGTHS = (32, 64, 128, 256, 512)
 
 
 def make_texts(generator, B, T, N, R, depth=None):
-    """B texts of T tokens (B, T), the answers of their last R tokens (B, R), and where the N pairs stand (B, N).
+    """B texts of T tokens, (B, T), the answers of their last R tokens, (B, R), and where their N
+    pairs stand, (B, N).
 
-    depth: where the pair that is asked for first stands, from 0 (the text's beginning) to 1 (just before
-    the first query). None: anywhere."""
+    depth: where the pair that is asked for first stands, from 0 (the text's beginning) to 1 (just
+    before the first query). None: anywhere."""
     end = T - R  # where the queries begin
     lot = torch.rand(B, end, generator=generator)
     if depth is not None:
@@ -66,7 +67,8 @@ def make_texts(generator, B, T, N, R, depth=None):
 
 def train_model(attn, seed, lr, steps, decay, device):
     config = GPTConfig(
-        attn=attn, n_layer=2, n_head=4, n_embd=64, block_size=T_TRAIN, vocab_size=VOCAB, decay=decay)
+        attn=attn, n_layer=2, n_head=4, n_embd=64, block_size=T_TRAIN, vocab_size=VOCAB,
+        decay=decay)
     model = GPT(config, seed).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0)
     generator = torch.Generator().manual_seed(seed)
@@ -102,8 +104,8 @@ def accuracy(model, texts, device, T, N, R, depth=None):
 def attention_shares(model, texts, device, T, N, depth):
     """What the last token, a query, gives to the right pair and to all tokens before it but that.
 
-    Signed: the sum of the weights, which can be negative. Share: of the absolute weights, made to sum to
-    1 over the whole row. Means over heads and texts, a dict for each layer."""
+    Signed: the sum of the weights, which can be negative. Share: of the absolute weights, made to
+    sum to 1 over the whole row. Means over heads and texts, a dict for each layer."""
     text, _, place = make_texts(torch.Generator().manual_seed(10**6 + 1), texts, T, N, 1, depth)
     x = model.wte(text.to(device))
     rope = model.rope(T)
@@ -111,19 +113,20 @@ def attention_shares(model, texts, device, T, N, depth):
     for block in model.blocks:
         row = block.attn.map(block.norm1(x))[:, :, -1].cpu()  # (B, heads, T)
         x = block(x, rope)
-        absolute = row.abs() / row.abs().sum(-1, keepdim=True)
-        right = place[:, None, :1].expand(-1, row.shape[1], -1)
-        found.append({
-            "answer, share": absolute.gather(-1, right).mean().item(),
-            "answer, signed": row.gather(-1, right).mean().item(),
-            "noise, share": (absolute[..., :-1].sum(-1) - absolute.gather(-1, right)[..., 0]).mean().item(),
-            "noise, signed": (row[..., :-1].sum(-1) - row.gather(-1, right)[..., 0]).mean().item(),
-        })
+        right = place[:, None, :1].expand(-1, row.shape[1], -1)  # (B, heads, 1)
+        kinds = {"signed": row, "share": row.abs() / row.abs().sum(-1, keepdim=True)}
+        shares = {}
+        for kind, weights in kinds.items():
+            answer = weights.gather(-1, right)[..., 0]
+            noise = weights[..., :-1].sum(-1) - answer  # the last one is the query's own
+            shares[f"answer, {kind}"] = answer.mean().item()
+            shares[f"noise, {kind}"] = noise.mean().item()
+        found.append(shares)
     return found
 
 
 def do_run(job):
-    """Trains a model and measures it. Returns three lists of rows: accuracy, and attention by layer."""
+    """Trains a model and measures it. Returns two lists of rows: accuracy, and attention by layer."""
     attn, seed, lr, steps, decay, texts, device = job
     torch.set_num_threads(1)  # models this small have nothing to share
     model = train_model(attn, seed, lr, steps, decay, device)
@@ -162,14 +165,14 @@ def main(argv=None):
 
     p = argparse.ArgumentParser(
         "recall", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--seed", type=numbers(int), default=[1, 2, 3], help="models of each arm and rate (1,2,3)")
-    p.add_argument("--lr", type=numbers(float), default=[1e-3, 3e-3], help="peak rates to try (1e-3,3e-3)")
+    p.add_argument("--seed", type=numbers(int), default=[1, 2, 3], help="of each arm and rate (1,2,3)")
+    p.add_argument("--lr", type=numbers(float), default=[1e-3, 3e-3], help="peak rates (1e-3,3e-3)")
     p.add_argument("--steps", type=int, default=1000, help="training steps of each (1000)")
     p.add_argument("--decay", action="store_true", help="masks that forget, in every arm")
     p.add_argument("--texts", type=int, default=256, help="texts behind a figure (256)")
-    p.add_argument("--procs", type=int, default=os.cpu_count(), help="models trained at once (the cores)")
-    p.add_argument("--device", default="cpu", help="cuda, cuda:1, cpu, ... (cpu: the models are tiny)")
-    p.add_argument("--out", type=Path, default="out/bench", help="folder of what is written (%(default)s)")
+    p.add_argument("--procs", type=int, default=os.cpu_count(), help="runs at once (the cores)")
+    p.add_argument("--device", default="cpu", help="cpu, cuda, ... (cpu: the models are tiny)")
+    p.add_argument("--out", type=Path, default="out/bench", help="folder of the result (%(default)s)")
     args = p.parse_args(argv)
     report.check_can_publish(args.out)
     jobs = [(attn, seed, lr, args.steps, args.decay, args.texts, args.device)
@@ -191,7 +194,8 @@ def main(argv=None):
         part = df[df["by"] == by]
         table = part.pivot_table("accuracy", ["attn", "lr"], "x", sort=False).reset_index()
         tables[f"Accuracy by {by}, mean of {len(args.seed)} seeds"] = table.rename(columns=str)
-    shares = attention.drop(columns="seed").groupby(["attn", "lr", "layer"], sort=False).mean().reset_index()
+    by_layer = attention.drop(columns="seed").groupby(["attn", "lr", "layer"], sort=False)
+    shares = by_layer.mean().reset_index()
     tables["The attention of a query, the right pair in the middle of 64 tokens"] = shares
     about = report.conditions(
         torch.device(args.device), steps=args.steps, decay=args.decay, seeds=args.seed, batch=BATCH,
