@@ -10,15 +10,20 @@ Below, "the paper" is Differential Transformer, and Eq. 1 to 3 are its equations
 Attention multiplies the values V by a causal T x T matrix A, which we call the map: row i says how
 much token i takes from each token j <= i. Every map is made of weights w, a mask D and row sums z:
 
-    A_ij = w_ij D_ij / z_i          z_i = sum over j of w_ij D_ij
+    A_ij = w_ij D_ij / z_i
 
-    w    exp(q_i . k_j / sqrt(d)) for softmax, phi(q_i) . phi(k_j) for linear attention
-    D    1 for j <= i, and 0 for the future. With `decay` it is gamma^(i - j) for j <= i, so that a
-         head forgets
+    softmax     w_ij = exp((R_i q_i) . (R_j k_j) / sqrt(d))
+                z_i = sum over j of w_ij D_ij
+    linear      w_ij = (R_i phi(q_i)) . (R_j phi(k_j))
+                z_i = sum over j of phi(q_i) . phi(k_j) D_ij
 
-The rotary embedding turns q and k first. In linear attention it turns them in the weights only, and
-not in the sums z: see Linear. A differential arm has the difference of two maps with a learned
-lambda, A = A_1 - lambda A_2.
+    R_i     the rotary embedding, a rotation that depends on the position i. Linear attention has it
+            in the weights but not in the sums, see Linear
+    phi     a feature map, all of whose values are positive
+    D_ij    1 for j <= i, and 0 for the future. With `decay` it is gamma^(i - j) for j <= i, so that
+            a head forgets
+
+A differential arm has the difference of two maps, A = A_1 - lambda A_2, with a learned lambda.
 
 Each kind of attention is written three times. A test checks that the three forms agree.
 
@@ -36,8 +41,8 @@ Letters in the comments on shapes:
     h heads of values, d_v channels each
 
 With one map, h = H and d_v = d. With two, the query heads 2n and 2n+1 are the two branches of value
-head n, so h = H/2 and d_v = 2d. The projections are those of a softmax model with H heads either
-way: a differential model has half as many heads of values, and its queries and keys keep their d.
+head n: there are half as many value heads, each twice as wide, so h = H/2 and d_v = 2d. The number
+of parameters is the same but for lambda and the norm.
 """
 import hashlib
 import math
@@ -117,7 +122,7 @@ def rotary_table(position, config, dtype):
     frequency = config.rope_theta ** (-2 * i / d) if config.rope_theta else torch.zeros_like(i)
     angle = position.to(device)[:, None] * frequency  # (T, d/2)
     # stacked they are one table in memory. Else torch.compile would put the cosines into every
-    # kernel that uses them, and compute them anew for each head: the step took 1.5 times as long
+    # kernel that uses them, and compute them anew for each head: training took 1.5 times as long
     table = torch.stack((angle.cos(), angle.sin())).to(dtype).to(position.device)
     cos, sin = table.unbind()
     return Rope(position, cos, sin)
@@ -187,7 +192,7 @@ class Attention(nn.Module):
         self.flash = config.flash
         self.kernel = "sdpa"  # computes softmax's fast form, see pick_kernel
         # an experiment may set this to a function that takes the scores, (B, H, T, T), and returns
-        # what the map form should use in their place. The other two forms hold no scores to show
+        # what the map form should use in their place. The other two forms don't call it
         self.score_hook = None
 
         # queries, keys and values of all heads side by side, and the projection of the output
@@ -335,7 +340,8 @@ class Softmax(Attention):
         distance = rope.position[:, None] - torch.arange(self.config.block_size, device=q.device)
         log_D = log_mask(self.decay_rate(q.device, scores.dtype), distance)
         A = F.softmax(scores + log_D, dim=-1)  # (B, H, 1, block_size)
-        # the branches of a head read the same values, as two rows of one product
+        # the heads 2n and 2n+1 of A read the same values. We put their rows together, so that one
+        # matmul serves both, and then apart again
         B, _, block_size, _ = state["v"].shape
         A = A.view(B, self.n_value_head, self.branches, block_size)
         y = A.to(v.dtype) @ state["v"]  # (B, h, branches, d_v)
@@ -368,14 +374,15 @@ def chunkwise(q, k, v, rate):
     """y_i = sum over j <= i of gamma^(i - j) (q_i . k_j) v_j, without the T x T map.
 
     A query reads its own chunk of tokens through a small map. It reads all earlier chunks through
-    one matrix that stands for them, the state S = sum over j of gamma^age k_j v_j^T.
+    one matrix that stands for them, the state S = sum over j of gamma^age k_j v_j^T, where the age
+    of j is the count of tokens after it.
 
-    q, k (B, H, T, f), v (B, H, T, d_v), rate = -log gamma (H, 1, 1). Returns (B, H, T, d_v). H is
-    any count of heads, and f any count of features. The cost is O(T), but for step 3 with its
-    O((T/CHUNK)^2). That one is as large as step 2 at T = 4,096.
+    q, k (B, H, T, f), v (B, H, T, d_v), rate = -log gamma (H, 1, 1). Returns (B, H, T, d_v). Here H
+    and f are any counts of heads and features, and q and k may have 1 in the place of B or H. The
+    cost is O(T), but for part 3 below. That is O((T/CHUNK)^2), and at T = 4,096 as much as part 2.
     """
     T = v.shape[2]
-    dtype = v.dtype  # matmuls in bf16 under autocast, where each still adds up in float32
+    dtype = v.dtype  # bf16 under autocast. A matmul of bf16 numbers still adds them up in float32
     q = to_chunks(q.to(dtype))  # (B, H, N, CHUNK, f) with N chunks
     k = to_chunks(k.to(dtype))
     v = to_chunks(v)
@@ -396,7 +403,8 @@ def chunkwise(q, k, v, rate):
     fade_between = log_mask(CHUNK * rate, chunks_between).exp().to(dtype)  # (H, N, N)
     S_before = (fade_between @ S_chunk.flatten(3)).view_as(S_chunk)
 
-    # 4. what a query reads from that state, which is as of the last token before the query's chunk
+    # 4. what a query reads from that state, which is as of the last token before the query's chunk.
+    #    The fades of parts 2, 3 and 4 make gamma^(i - j) together
     fade_from_previous = torch.exp(-rate * (i + 1))[:, None].to(dtype)  # (H, 1, CHUNK, 1)
     y_earlier = (q * fade_from_previous) @ S_before
 
@@ -404,8 +412,8 @@ def chunkwise(q, k, v, rate):
 
 
 def decayed_cumsum(k, rate):
-    """sum over j <= i of gamma^(i - j) k_j, (B, H, T, d): chunkwise with 1 for each q . k."""
-    one = k.new_ones(1, 1, k.shape[2], 1)
+    """sum over j <= i of gamma^(i - j) k_j, (B, H, T, d): k for the values, and all weights 1."""
+    one = k.new_ones(1, 1, k.shape[2], 1)  # queries and keys of a single feature, for all heads
     return chunkwise(one, one, k, rate)
 
 
@@ -437,7 +445,7 @@ class Linear(Attention):
         Here q_1 and q_2 are features, rotated, and each divided by the z of its own branch. With
         the keys [k_1, k_2] the weights are q_1 . k_1 - lambda q_2 . k_2, which is the difference of
         the two maps, since both branches have the same D. So the difference of two linear maps is
-        one linear attention with twice as many features, which may be negative.
+        one linear attention with twice as many features, half of them with a minus.
         """
         if self.branches == 1:
             return q
@@ -592,7 +600,9 @@ class GPT(nn.Module):
             layer_state = {}
             x = block(x, rope, layer_state)
             state["layers"].append(layer_state)
-        # the steps write to these tensors in place, so a CUDA graph may rely on their addresses
+        # tell torch.compile that these tensors stay where they are, since the steps write to them
+        # in place: a CUDA graph of a step needs fixed addresses. guard=False: don't compile anew for
+        # the state of another prompt
         tensors = [state["length"]]
         for layer_state in state["layers"]:
             tensors.extend(layer_state.values())
@@ -655,7 +665,8 @@ class GPT(nn.Module):
                 context = torch.cat((context, token), dim=1)
             if has_cache and context.shape[1] > block_size:
                 # the cache is full: read the newer half of the text anew. It would not be enough to
-                # drop the oldest keys, because deeper layers computed theirs from the same tokens
+                # drop the keys of the oldest tokens: the keys that deeper layers computed for later
+                # tokens depend on them, too
                 context = context[:, -max(1, block_size // 2) :]
                 logits, state = self.prefill(context)
             else:
@@ -781,7 +792,7 @@ def softmax_attention(q, k, v, rate, kernel):
     if kernel == "cudnn" and T == 1:
         kernel = "sdpa"  # cudnn refuses a single token
     shared_v = v.shape[1] < q.shape[1]  # the branches of a head read the same values
-    if shared_v and kernel != "cudnn":  # which alone can do that without a copy
+    if shared_v and kernel != "cudnn":  # cudnn can read them twice, other kernels need a copy
         v = v.repeat_interleave(2, dim=1)  # (B, H, T, d_v)
         shared_v = False
     if d_v > d and kernel == "sdpa":  # flash kernels want d = d_v. Zeros change no product
@@ -814,9 +825,11 @@ def flash_attention(q, k, v, rate):
 
     from flash_attn import flash_attn_func as flash_attn_2
 
-    slopes = None if rate is None else rate.flatten().float()  # decay is ALiBi's bias (2108.12409)
+    # log D = -rate (i - j) is what ALiBi adds to the scores, and calls rates slopes (2108.12409)
+    slopes = None if rate is None else rate.flatten().float()
     parts = []
-    for part in v.split(d, dim=-1):  # it wants d_v = d, so V goes in halves (FlashDiffAttn_2)
+    # it wants d_v = d. So V goes in two halves, like in the paper's FlashDiffAttn_2
+    for part in v.split(d, dim=-1):
         y = flash_attn_2(q, k, part, softmax_scale=d**-0.5, causal=True, alibi_slopes=slopes)
         parts.append(y)
     return torch.cat(parts, dim=-1).transpose(1, 2)
@@ -914,7 +927,7 @@ def demo():
         by_map = layer(x)
         map_error = (fast - by_map).abs().max()
         step_error = (fast - torch.cat(steps, dim=1)).abs().max()
-        print(f"\n{attn}: |fast - map| < {map_error:.0e}, |fast - steps| < {step_error:.0e}")
+        print(f"\n{attn}: max |fast - map| {map_error:.0e}, max |fast - steps| {step_error:.0e}")
         for row in layer.map(x[:, :4])[0, 0]:
             print("".join(f"{a:7.2f}" for a in row), f"   sum {row.sum():.2f}")
 
