@@ -34,8 +34,8 @@ def get_tokenizer(name):
         ranks = tiktoken.get_encoding("gpt2")._mergeable_ranks
     else:
         raise ValueError(f"the tokenizer must be gpt2 or bytes, not {name!r}")
-    # <|endoftext|> is the token after all others
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={EOT: len(ranks)})
+    special = {EOT: len(ranks)}  # after all others
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
 
 class Shards:
@@ -48,9 +48,9 @@ class Shards:
     @classmethod
     def open(cls, folder, split):
         """The shards *_<split>_<number>.bin of a folder. They stay on the disk, mapped into memory."""
-        paths = sorted(Path(folder).glob(f"*_{split}*.bin"))
+        paths = sorted(Path(folder).glob(f"*_{split}*.bin"))  # the numbers have leading zeros
         if not paths:
-            raise ValueError(f"no *_{split}_*.bin in {folder}: `python prepare_fineweb.py` makes them")
+            raise ValueError(f"no *_{split}_*.bin in {folder}: python prepare_fineweb.py makes them")
         return cls(read_shard(path) for path in paths)
 
     def sequences(self, T):
@@ -74,6 +74,7 @@ class Shards:
 
     def fingerprint(self):
         """A sha256 that tells data apart: each array's length and its first and last million tokens."""
+        # all of them would be 20 GB to read before each run
         sha = hashlib.sha256()
         for array in self.arrays:
             sha.update(f"{len(array)}:".encode())
@@ -90,7 +91,7 @@ def read_shard(path):
     tokens = int(header[2])
     if os.path.getsize(path) != 4 * HEADER + 2 * tokens:
         raise ValueError(f"{path} is cut or damaged: its header says {tokens:,} tokens")
-    return np.memmap(path, "<u2", "r", offset=4 * HEADER, shape=(tokens,))
+    return np.memmap(path, "<u2", "r", offset=4 * HEADER, shape=(tokens,))  # nothing is read yet
 
 
 def load_manifest(folder):
@@ -148,8 +149,8 @@ def load_manual():
     """
     The bytes of Python's manual. Val is every tenth topic by name, from number 6 on: eight topics,
     a ninth of the text in each Python from 3.7 to 3.13. The manual repeats itself, and what stands
-    in train would not test anything, so val loses the lines that it shares with train. The short
-    ones may stay: everybody writes "Example:" and "try:".
+    in train tests nothing, so val loses the lines that it shares with train. Lines of less than 32
+    bytes may stay: two topics can well say "Example:" without one being a copy of the other.
     """
     from pydoc_data.topics import topics
 
@@ -159,6 +160,7 @@ def load_manual():
         texts = val_texts if i % 10 == 6 else train_texts
         texts.append(topics[name].encode())
     train_lines = set(b"\n".join(train_texts).split(b"\n"))
+    # in place: each val text without its share of those lines
     for i, text in enumerate(val_texts):
         lines = text.split(b"\n")
         own = [line for line in lines if len(line) < 32 or line not in train_lines]

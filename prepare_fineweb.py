@@ -35,7 +35,7 @@ def positive_int(text):
     except ValueError:
         value = 0
     if value < 1 or value % 1 != 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on, like 500 or 1e9")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number like 500 or 1e9")
     return int(value)
 
 
@@ -69,7 +69,7 @@ def read_txt(path):
 
 
 def start_worker(name):
-    # each thread has a tokenizer of its own: on a shared one they wait for its scratch memory
+    # each thread has a tokenizer of its own, because on a shared one they wait for one another
     worker.tokenizer = get_tokenizer(name)
 
 
@@ -85,8 +85,9 @@ def encode(texts):
 def tokenize(dataset, args):
     """The tokens of the dataset in its order, an array for every ROWS documents."""
     pending = deque()
-    # threads suffice, because tiktoken releases Python's lock
-    with ThreadPoolExecutor(args.procs, "", start_worker, [args.tokenizer]) as pool:
+    # threads suffice, because tiktoken releases Python's lock while it works
+    pool = ThreadPoolExecutor(args.procs, initializer=start_worker, initargs=[args.tokenizer])
+    with pool:
         for batch in dataset.iter(ROWS):
             pending.append(pool.submit(encode, batch["text"]))
             if len(pending) > 2 * args.procs:
@@ -96,7 +97,7 @@ def tokenize(dataset, args):
 
 
 class TokenStream:
-    """The tokens of all batches, which one reads like a file."""
+    """Arrays of tokens, which one reads like a file."""
 
     def __init__(self, batches):
         self.batches = batches
@@ -109,23 +110,6 @@ class TokenStream:
         part = self.rest[:n]
         self.rest = self.rest[n:]
         return part
-
-
-def last_document(out, shards, eot):
-    """What the shards hold of the document that they end in. It may be longer than a shard."""
-    pieces = []
-    for shard in reversed(shards):
-        tokens = read_shard(out / shard["file"])
-        starts = np.flatnonzero(tokens == eot)
-        if len(starts) > 0:
-            pieces.append(tokens[starts[-1] :])
-            break
-        pieces.append(tokens)
-    return np.concatenate(pieces[::-1])
-
-
-def shard_size(args, number):
-    return args.val_tokens if number == 0 else args.shard_tokens
 
 
 def write_shard(path, size, stream, eot, bar):
@@ -147,6 +131,28 @@ def write_shard(path, size, stream, eot, bar):
         f.seek(0)
         f.write(header)
     return tokens, documents
+
+
+def shard_size(args, number):
+    return args.val_tokens if number == 0 else args.shard_tokens
+
+
+def last_document(out, shards, eot):
+    """What the shards hold of the document that they end in. It may be longer than a shard."""
+    pieces = []
+    for shard in reversed(shards):
+        tokens = read_shard(out / shard["file"])
+        starts = np.flatnonzero(tokens == eot)
+        if len(starts) > 0:
+            pieces.append(tokens[starts[-1] :])
+            break
+        pieces.append(tokens)
+    return np.concatenate(pieces[::-1])
+
+
+def save_manifest(out, manifest):
+    (out / "manifest.tmp").write_text(json.dumps(manifest, indent=1) + "\n")
+    os.replace(out / "manifest.tmp", out / "manifest.json")
 
 
 def write_shards(args, manifest, bar):
@@ -185,29 +191,25 @@ def write_shards(args, manifest, bar):
         done += tokens
 
 
-def save_manifest(out, manifest):
-    (out / "manifest.tmp").write_text(json.dumps(manifest, indent=1) + "\n")
-    os.replace(out / "manifest.tmp", out / "manifest.json")
-
-
 def prepare(args):
     """Brings the folder args.out from what it holds to what the flags ask for."""
     manifest = load_manifest(args.out)
     shards = manifest["shards"]
     if "source" not in manifest and any(args.out.glob("*.bin")):
-        raise ValueError("there are shards that were not made here: choose another --out")
+        raise ValueError("the folder has shards from elsewhere: choose another --out")
     binding = ("source", "name", "tokenizer", "shard_tokens", "val_tokens")
     if not shards:  # then nothing binds us
         manifest = {key: getattr(args, key) for key in binding}
         manifest |= {"source_ended": False, "shards": shards}
     for key in binding:
-        here = getattr(args, key)
-        if manifest[key] != here:
-            raise ValueError(f"{key} was {manifest[key]} there, and not {here}: choose another --out")
+        before = manifest[key]
+        now = getattr(args, key)
+        if before != now:
+            raise ValueError(f"the folder has {key} {before}, not {now}: choose another --out")
 
     done = sum(shard["tokens"] for shard in shards)
     if done > args.tokens:
-        raise ValueError(f"there are {done:,} tokens, and not {args.tokens:,}: choose another --out")
+        raise ValueError(f"the folder has {done:,} tokens, not {args.tokens:,}: choose another --out")
     finished = manifest["source_ended"] or done == args.tokens
     if shards and not finished and shards[-1]["tokens"] < shard_size(args, len(shards) - 1):
         done -= shards.pop()["tokens"]  # a smaller --tokens had cut it short
@@ -222,7 +224,7 @@ def prepare(args):
     done = sum(shard["tokens"] for shard in shards)
     print(f"{args.out}: {done:,} tokens in {len(shards)} shards")
     if len(shards) == 1:
-        print("The first shard is val: for some to train on, choose a smaller --val_tokens")
+        print("That is val. To train, too, choose a smaller --val_tokens and another --out.")
 
 
 def fetch(args):
@@ -230,7 +232,7 @@ def fetch(args):
     from huggingface_hub import hf_hub_download, list_repo_files
 
     if "source" in load_manifest(args.out):
-        raise ValueError("there are shards that were made here: choose another --out")
+        raise ValueError("the folder has shards that were made here: choose another --out")
     files = list_repo_files(args.source, repo_type="dataset")
     names = [name for name in files if name.endswith(".bin")]
     if not names:
@@ -249,13 +251,13 @@ def main(argv=None):
     p.add_argument("--source", help="dataset of the hub, a folder like one, or a .parquet, .jsonl, .jsonl.gz "
                    "or .txt file (one document); default: HuggingFaceFW/fineweb-edu")  # fmt: skip
     p.add_argument("--name", help="config of the dataset; default: sample-10BT, for the default source")
-    p.add_argument("--tokens", type=positive_int, default=math.inf, help="exactly so many, val included; default: all")
-    p.add_argument("--pretokenized", action="store_true", help="fetch ready gpt2 shards, whole ones, from the hub")
+    p.add_argument("--tokens", type=positive_int, default=math.inf, help="how many, val included; default: all")
+    p.add_argument("--pretokenized", action="store_true", help="fetch whole gpt2 shards from the hub")
     p.add_argument("--out", type=Path, default=SHARDS, help="folder for the shards; default: %(default)s")
-    p.add_argument("--shard_tokens", type=positive_int, default=100_000_000, help="tokens per shard; default: 100e6")
-    p.add_argument("--val_tokens", type=positive_int, help="tokens of the first shard, val; default: like the others")
+    p.add_argument("--shard_tokens", type=positive_int, default=100_000_000, help="tokens a shard; default: 100e6")
+    p.add_argument("--val_tokens", type=positive_int, help="tokens of the first one, val; default: like the others")
     p.add_argument("--tokenizer", choices=["gpt2", "bytes"], default="gpt2", help="default: %(default)s")
-    p.add_argument("--procs", type=positive_int, default=os.cpu_count(), help="threads; default: %(default)s, one per core")
+    p.add_argument("--procs", type=positive_int, default=os.cpu_count(), help="threads; default: one per core")
     args = p.parse_args(argv)
     if args.source is None and args.pretokenized:
         args.source = "kjj0/finewebedu10B-gpt2"

@@ -63,6 +63,7 @@ def prepare_in_child(source, out, *flags, stop_with, before_rename):
     """Runs the program in another process, which sends itself a signal before a certain call of os.replace."""
     code = f"""
 import os, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # or a job in the background would not notice it
 replace = os.replace
 calls = []
 def interrupted_replace(old, new):
@@ -181,7 +182,7 @@ def test_shards_without_a_manifest_are_gpt2():
 def test_what_is_no_whole_shard_is_refused():
     write_shard("made/x_train_1.bin", [1, 2, 3])
     whole = Path("made/x_train_1.bin").read_bytes()
-    with pytest.raises(ValueError, match=r"no \*_val_\*.bin in made: `python prepare_fineweb.py`"):
+    with pytest.raises(ValueError, match=r"no \*_val_\*.bin in made: python prepare_fineweb.py"):
         load_data(Path("made"))
     for content in (whole[:-1], whole + b"\0\0"):
         Path("made/x_train_1.bin").write_bytes(content)
@@ -191,11 +192,19 @@ def test_what_is_no_whole_shard_is_refused():
         Path("made/x_train_1.bin").write_bytes(content)
         with pytest.raises(ValueError, match="x_train_1.bin is not a token shard"):
             load_data(Path("made"))
-    with pytest.raises(ValueError, match="no .* in data/fineweb_edu: `python prepare_fineweb.py`"):
+    with pytest.raises(ValueError, match="no .* in data/fineweb_edu: python prepare_fineweb.py"):
         load_data(SHARDS)
     Path("made/manifest.json").write_text('{"tokenizer": "by')
     with pytest.raises(ValueError, match="manifest.json is damaged"):
         load_data(Path("made"))
+
+
+def test_a_shard_that_the_manifest_lists_must_be_there():
+    write_source("x.jsonl", random_documents(100))
+    prepare("x.jsonl", "o", "--shard_tokens=2e3")
+    Path("o/finewebedu_train_000002.bin").unlink()
+    with pytest.raises(OSError, match="train_000002.bin"):
+        load_data(Path("o"))
 
 
 def test_a_text_files_last_tenth_is_val():
@@ -296,7 +305,7 @@ def test_goes_on_after_every_shard(source):
 
 
 def test_killed_before_any_rename_it_ends_in_the_same_bytes():
-    write_source("x.jsonl", random_documents(150))
+    write_source("x.jsonl", random_documents(100))
     run = ["x.jsonl", "o", "--shard_tokens=4e3"]
     prepare("x.jsonl", "whole", "--shard_tokens=4e3")
     renames = 1 + 2 * len(shards_of("whole"))  # the first manifest; each shard, and the manifest after it
@@ -345,14 +354,22 @@ def test_exactly_so_many_tokens_and_more_of_them_later(capsys):
         assert tokens_of("o") == expected_tokens(texts)[:tokens]
         # with only the first shard there is nothing to train on
         assert ("choose a smaller --val_tokens" in capsys.readouterr().out) == (tokens == 2500)
-    with pytest.raises(ValueError, match="there are 12,000 tokens, and not 10,000"):
+    with pytest.raises(ValueError, match="the folder has 12,000 tokens, not 10,000"):
         prepare(*run, "--tokens=1e4")
     prepare(*run)
     prepare("x.jsonl", "whole", "--shard_tokens=4e3")
     assert shards_of("o") == shards_of("whole")
 
 
-def test_a_finished_folder_is_left_as_it_is(monkeypatch, capsys):
+def test_a_source_may_end_with_a_shard():
+    write_source("x.jsonl", ["1234", "", "12345678", "1"])  # 17 tokens
+    prepare("x.jsonl", "o", "--shard_tokens=6", "--val_tokens=5")
+    assert [shard["tokens"] for shard in load_manifest("o")["shards"]] == [5, 6, 6]
+    assert len(shards_of("o")) == 3
+    assert load_manifest("o")["source_ended"]
+
+
+def test_a_finished_folder_is_left_as_it_is(capsys):
     write_source("x.jsonl", random_documents(100))
     prepare("x.jsonl", "o", "--shard_tokens=2e3")
     before = shards_of("o")
@@ -368,7 +385,7 @@ def test_folders_of_something_else_are_refused():
     write_source("x.jsonl", texts)
     run = ["x.jsonl", "o", "--shard_tokens=4e3"]
     prepare(*run, "--tokens=9e3")
-    with pytest.raises(ValueError, match="shard_tokens was 4000 there, and not 3000"):
+    with pytest.raises(ValueError, match="the folder has shard_tokens 4000, not 3000"):
         prepare(*run, "--shard_tokens=3e3")
     with open("o/.lock") as file:
         lock(file, "o")
@@ -388,7 +405,7 @@ def test_folders_of_something_else_are_refused():
     with pytest.raises(ValueError, match="No such file .*train_000001.bin"):
         prepare(*run)
     Path("o/manifest.json").unlink()
-    with pytest.raises(ValueError, match="there are shards that were not made here"):
+    with pytest.raises(ValueError, match="the folder has shards from elsewhere"):
         prepare(*run)
 
 
@@ -412,12 +429,12 @@ def test_pretokenized_shards_are_fetched_whole_and_in_order(monkeypatch):
     prepare_fineweb.main(["--pretokenized", "--out=o"])
     assert shards_of("o") == shards_of("hub")
     assert load_data(Path("o"))[2] == "gpt2"
-    with pytest.raises(ValueError, match="there are shards that were made here"):
+    with pytest.raises(ValueError, match="shards that were made here"):
         prepare_fineweb.main(["--pretokenized", "--out=hub"])
 
 
 @pytest.mark.parametrize("flags, says", [
-    ("--shard_tokens=0", "--shard_tokens: '0' is not a whole number from 1 on, like 500 or 1e9"),
+    ("--shard_tokens=0", "--shard_tokens: '0' is not a whole number like 500 or 1e9"),
     ("--shard_tokens=1e10", "a shard has fewer than 2^31 tokens"),
     ("--tokens=1.9", "--tokens: '1.9' is not a whole number"),
     ("--tokens=inf", "--tokens: 'inf' is not a whole number"),
