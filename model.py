@@ -48,7 +48,7 @@ import hashlib
 import math
 import os
 import zipfile
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import torch
@@ -151,33 +151,11 @@ def log_mask(rate, distance):
     return (-rate * distance).masked_fill(distance < 0, -math.inf)
 
 
-def linear_std(fan_in):
-    """The standard deviation with which PyTorch starts an nn.Linear.
-
-    At 768 channels it is GPT-2's 0.02. At 128 channels 0.02 would be too small: the scores would
-    start near 0, and every map flat.
-    """
-    return 1 / math.sqrt(3 * fan_in)
-
-
-def residual_std(fan_in, config):
-    """Smaller, for the 2 n_layer matrices whose outputs add up in the residual stream."""
-    return linear_std(fan_in) / math.sqrt(2 * config.n_layer)
-
-
-def lambda_vector(d):
-    """One of the four vectors behind lambda."""
-    vector = nn.Parameter(torch.empty(d))
-    vector.init_std = 0.1
-    return vector
-
-
 class Attention(nn.Module):
     """What the four kinds share: projections, lambda, the difference, the norm.
 
     layer(x) takes (B, T, C) to (B, T, C), and layer.map(x) is its map, (B, h, T, T). The parameters
-    have the names of Microsoft's release. draw_parameter gives them their first values, by the
-    init_std or init_value that some of them carry.
+    have the names of Microsoft's release. GPT draws their first values, see draw_parameter.
     """
 
     branches = 1  # maps per head of values
@@ -200,14 +178,12 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(C, C, bias=False)
         self.v_proj = nn.Linear(C, C, bias=False)
         self.out_proj = nn.Linear(C, C, bias=False)
-        self.out_proj.weight.init_std = residual_std(C, config)
 
         self.subln = None
         self.subln_scale = 1.0
         if config.subln or (config.subln is None and self.branches == 2):
             # the heads share one weight
             self.subln = nn.RMSNorm(C // self.n_value_head, eps=NORM_EPS)
-            self.subln.weight.init_value = config.subln_init
         if self.branches == 2:
             self.make_lambda(depth)
 
@@ -217,10 +193,10 @@ class Attention(nn.Module):
         if self.lambda_init is None:
             self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)
         self.subln_scale = 1 - self.lambda_init  # Eq. 3. It is used with the norm only
-        self.lambda_q1 = lambda_vector(self.head_dim)
-        self.lambda_k1 = lambda_vector(self.head_dim)
-        self.lambda_q2 = lambda_vector(self.head_dim)
-        self.lambda_k2 = lambda_vector(self.head_dim)
+        self.lambda_q1 = nn.Parameter(torch.empty(self.head_dim))
+        self.lambda_k1 = nn.Parameter(torch.empty(self.head_dim))
+        self.lambda_q2 = nn.Parameter(torch.empty(self.head_dim))
+        self.lambda_k2 = nn.Parameter(torch.empty(self.head_dim))
 
     def lambda_full(self):
         """lambda of Eq. 2, one number for all heads of the layer. It starts near lambda_init."""
@@ -272,17 +248,18 @@ class Attention(nn.Module):
         if rope is None:
             rope = self.rope(x)
         q, k, v, lam = self.project(x)
-        has_past = bool(state)
-        if has_past:
+        if state:
             y = self.step(q, k, v, lam, rope, state)  # (B, h, 1, d_v)
-        elif self.flash:
-            y = self.fast(q, k, v, lam, rope)  # (B, h, T, d_v)
         else:
-            y = self.attention_map(q, k, lam, rope).to(v.dtype) @ v  # (B, h, T, d_v)
-        if state is not None and not has_past:
-            self.fill(k, v, rope, state)
+            if self.flash:
+                y = self.fast(q, k, v, lam, rope)  # (B, h, T, d_v)
+            else:
+                y = self.attention_map(q, k, lam, rope).to(v.dtype) @ v  # (B, h, T, d_v)
+            if state is not None:
+                self.fill(k, v, rope, state)
 
         if self.subln is not None:
+            # nn.RMSNorm wants its input in the dtype of its weight
             y = self.subln(y.type_as(self.subln.weight)) * self.subln_scale
         # put the outputs of the heads side by side again
         y = y.transpose(1, 2).reshape(B, T, C)
@@ -340,12 +317,10 @@ class Softmax(Attention):
         distance = rope.position[:, None] - torch.arange(self.config.block_size, device=q.device)
         log_D = log_mask(self.decay_rate(q.device, scores.dtype), distance)
         A = F.softmax(scores + log_D, dim=-1)  # (B, H, 1, block_size)
-        # the heads 2n and 2n+1 of A read the same values. We put their rows together, so that one
-        # matmul serves both, and then apart again
-        B, _, block_size, _ = state["v"].shape
-        A = A.view(B, self.n_value_head, self.branches, block_size)
+        # the branches of a head read the same values: one matmul serves both, with a row for each
+        A = A.unflatten(1, (-1, self.branches)).squeeze(3)  # (B, h, branches, block_size)
         y = A.to(v.dtype) @ state["v"]  # (B, h, branches, d_v)
-        y = y.view(B, self.n_head, 1, -1)
+        y = y.flatten(1, 2).unsqueeze(2)  # (B, H, 1, d_v)
         return self.subtract(y, lam)
 
 
@@ -353,6 +328,48 @@ class Diff(Softmax):
     """A = softmax(Q_1 K_1^T / sqrt(d)) - lambda softmax(Q_2 K_2^T / sqrt(d))   (Eq. 1)"""
 
     branches = 2
+
+
+# The kernels that softmax's fast form can use, with their backends of PyTorch's
+# scaled_dot_product_attention. The backend MATH is in none of them: it holds the whole map, which
+# is slow, and PyTorch would fall back to it without saying so.
+KERNELS = {
+    "sdpa": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],  # the first that can
+    "cudnn": [SDPBackend.CUDNN_ATTENTION],
+    "efficient": [SDPBackend.EFFICIENT_ATTENTION],
+    "flash_attn": None,  # not PyTorch's, see flash_attention
+}
+
+
+def softmax_attention(q, k, v, rate, kernel):
+    """softmax(q k^T / sqrt(d) + log D) v, (B, H, T, d_v).
+
+    q, k (B, H, T, d), v (B, h, T, d_v). rate is -log gamma, (H, 1, 1), or None without decay. With
+    decay flash_attn alone needs no D in memory. The other kernels read log D from a matrix of H T^2
+    numbers in every layer: for 12 heads in bf16 25 MB at T = 1,024 and 6.4 GB at T = 16,384.
+    On CUDA PyTorch's flash kernel can't read it, and "sdpa" is the memory-efficient one there.
+    """
+    T, d = q.shape[2:]
+    d_v = v.shape[-1]
+    if kernel == "flash_attn":
+        return flash_attention(q, k, v, rate)
+    if kernel == "cudnn" and T == 1:
+        kernel = "sdpa"  # cudnn refuses a single token
+    # the branches of a head read the same values. cudnn can do that, other kernels need a copy
+    shared_v = v.shape[1] < q.shape[1]
+    if shared_v and kernel != "cudnn":
+        v = v.repeat_interleave(2, dim=1)  # (B, H, T, d_v)
+        shared_v = False
+    if d_v > d and kernel == "sdpa":  # flash kernels want d = d_v. Zeros change no product
+        q = F.pad(q, (0, d_v - d))
+        k = F.pad(k, (0, d_v - d))
+    log_D = None
+    if rate is not None:
+        log_D = log_mask(rate, distances(T, q.device)).to(q.dtype)[None]  # (1, H, T, T)
+    with sdpa_kernel(KERNELS[kernel]):
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=log_D, is_causal=log_D is None, scale=d**-0.5, enable_gqa=shared_v
+        )
 
 
 def phi(x):
@@ -378,11 +395,12 @@ def chunkwise(q, k, v, rate):
     of j is the count of tokens after it.
 
     q, k (B, H, T, f), v (B, H, T, d_v), rate = -log gamma (H, 1, 1). Returns (B, H, T, d_v). Here H
-    and f are any counts of heads and features, and q and k may have 1 in the place of B or H. The
-    cost is O(T), but for part 3 below. That is O((T/CHUNK)^2), and at T = 4,096 as much as part 2.
+    and f are any counts of heads and features, and q and k may have 1 in the place of B and H. The
+    cost is O(T), except for part 3 below: it grows with N^2 and is as large as part 2 at N = CHUNK,
+    that is at T = 4,096.
     """
     T = v.shape[2]
-    dtype = v.dtype  # bf16 under autocast. A matmul of bf16 numbers still adds them up in float32
+    dtype = v.dtype  # under autocast the matmuls are in bf16, with sums in float32
     q = to_chunks(q.to(dtype))  # (B, H, N, CHUNK, f) with N chunks
     k = to_chunks(k.to(dtype))
     v = to_chunks(v)
@@ -401,7 +419,7 @@ def chunkwise(q, k, v, rate):
     #    whole chunks in between. Instead of a loop over the chunks, one matmul with a triangle
     chunks_between = distances(N, v.device) - 1  # -1 for the chunk itself, which is not earlier
     fade_between = log_mask(CHUNK * rate, chunks_between).exp().to(dtype)  # (H, N, N)
-    S_before = (fade_between @ S_chunk.flatten(3)).view_as(S_chunk)
+    S_before = (fade_between @ S_chunk.flatten(3)).view_as(S_chunk)  # (B, H, N, f, d_v)
 
     # 4. what a query reads from that state, which is as of the last token before the query's chunk.
     #    The fades of parts 2, 3 and 4 make gamma^(i - j) together
@@ -517,7 +535,6 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(C, width, bias=False)
         self.up_proj = nn.Linear(C, width, bias=False)
         self.down_proj = nn.Linear(width, C, bias=False)
-        self.down_proj.weight.init_std = residual_std(width, config)
 
     def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -551,13 +568,16 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.extra = {}  # GPT.load puts here what was saved with the model
-        with torch.device("meta"):  # parameters with shapes but no values yet
+        # a parameter on the "meta" device has a shape, but no values yet
+        with torch.device("meta"):
             padded_vocab = math.ceil(config.vocab_size / 64) * 64  # GPUs like multiples of 64
             self.wte = nn.Embedding(padded_vocab, config.n_embd)
             self.blocks = nn.ModuleList(Block(config, depth) for depth in range(config.n_layer))
             self.norm = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
         if seed is not None:
-            weights = {name: draw_parameter(name, p, seed) for name, p in self.named_parameters()}
+            weights = {}
+            for name, p in self.named_parameters():
+                weights[name] = draw_parameter(name, p.shape, config, seed)
             self.load_state_dict(weights, assign=True)  # the values replace the meta parameters
 
     def rope(self, T, start=0):
@@ -565,6 +585,14 @@ class GPT(nn.Module):
         weight = self.wte.weight
         position = start + torch.arange(T, device=weight.device)
         return rotary_table(position, self.config, wide_dtype(weight))
+
+    def read(self, idx, start=0, layer_states=None):
+        """The residual stream behind all blocks, (B, T, C), for tokens from position start on."""
+        x = self.wte(idx)  # (B, T, C)
+        rope = self.rope(idx.shape[1], start)  # one table for all layers
+        for i, block in enumerate(self.blocks):
+            x = block(x, rope, layer_states[i] if layer_states else None)
+        return x
 
     def logits(self, x):
         """(B, T, C) to (B, T, vocab_size). The output layer is the embedding (tied weights)."""
@@ -576,10 +604,7 @@ class GPT(nn.Module):
 
         Without targets: the logits of the last token alone, (B, 1, vocab_size), and None.
         """
-        x = self.wte(idx)  # (B, T, C)
-        rope = self.rope(idx.shape[1])  # one table for all layers
-        for block in self.blocks:
-            x = block(x, rope)
+        x = self.read(idx)
         if targets is None:
             return self.logits(x[:, -1:]), None
         logits = self.logits(x)
@@ -593,16 +618,14 @@ class GPT(nn.Module):
         The state holds "length", the tokens so far, and "layers", a dict of tensors for each layer.
         The softmax arms raise ValueError for more than block_size tokens.
         """
-        state = {"length": torch.tensor([idx.shape[1]], device=idx.device), "layers": []}
-        x = self.wte(idx)
-        rope = self.rope(idx.shape[1])
-        for block in self.blocks:
-            layer_state = {}
-            x = block(x, rope, layer_state)
-            state["layers"].append(layer_state)
+        state = {
+            "length": torch.tensor([idx.shape[1]], device=idx.device),
+            "layers": [{} for _ in self.blocks],
+        }
+        x = self.read(idx, 0, state["layers"])
         # tell torch.compile that these tensors stay where they are, since the steps write to them
-        # in place: a CUDA graph of a step needs fixed addresses. guard=False: don't compile anew for
-        # the state of another prompt
+        # in place: a CUDA graph of a step needs fixed addresses. guard=False: don't compile anew
+        # for the state of another prompt
         tensors = [state["length"]]
         for layer_state in state["layers"]:
             tensors.extend(layer_state.values())
@@ -615,10 +638,7 @@ class GPT(nn.Module):
 
         The state is updated in place.
         """
-        x = self.wte(idx)
-        rope = self.rope(1, start=state["length"])
-        for block, layer_state in zip(self.blocks, state["layers"]):
-            x = block(x, rope, layer_state)
+        x = self.read(idx, state["length"], state["layers"])
         state["length"] += 1
         return self.logits(x)
 
@@ -706,13 +726,9 @@ class GPT(nn.Module):
         except Exception as e:  # a dozen classes of errors, depending on which byte is wrong
             reason = f"{path} is damaged, or no checkpoint of this project: {e!r:.120}"
             raise ValueError(reason) from None
-        unknown = sorted(settings.keys() - {field.name for field in fields(GPTConfig)})
-        if unknown:
-            names = ", ".join(unknown)
-            raise ValueError(f"{path} has settings that model.py does not know: {names}")
         try:
             model = cls(GPTConfig(**settings), seed=None)
-        except (TypeError, ValueError) as e:
+        except (TypeError, ValueError) as e:  # an arm or a setting from another file or version
             raise ValueError(f"{path} holds a model that model.py can't build: {e}") from None
         try:
             model.load_state_dict(weights, assign=True)
@@ -725,24 +741,29 @@ class GPT(nn.Module):
         return model.to(device)
 
 
-def draw_parameter(name, p, seed):
-    """The first value of a parameter. p is the parameter without a value.
-
-        out_proj and down_proj      N(0, std) with residual_std of their inputs
-        every other matrix          N(0, std) with linear_std of its inputs. The embedding is also
-                                    the output layer, so its inputs are the n_embd channels
-        the lambda vectors          N(0, 0.1)
-        the weights of norms        1, or subln_init
+def draw_parameter(name, shape, config, seed):
+    """The first value of a parameter: a constant, or N(0, std).
 
     Each parameter has a random generator of its own, seeded by the seed and its name. So what two
     arms have in common starts with the same bits, whatever else they have.
     """
-    if p.ndim == 1 and not hasattr(p, "init_std"):
-        return torch.full(p.shape, getattr(p, "init_value", 1.0))
-    std = p.init_std if hasattr(p, "init_std") else linear_std(p.shape[-1])
+    kind = name.removesuffix(".weight").split(".")[-1]  # like "q_proj", "lambda_q1", "norm1"
+    if kind == "subln":
+        return torch.full(shape, config.subln_init)
+    if kind in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+        std = 0.1
+    elif len(shape) == 1:  # the weight of a norm
+        return torch.ones(shape)
+    else:
+        # what PyTorch gives nn.Linear. With 768 inputs it is GPT-2's 0.02. With 128 inputs 0.02
+        # would be too small: the scores would start near 0, and every map flat
+        fan_in = shape[-1]
+        std = 1 / math.sqrt(3 * fan_in)
+    if kind in ("out_proj", "down_proj"):  # these add up in the residual stream, as in GPT-2
+        std /= math.sqrt(2 * config.n_layer)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
-    return torch.randn(p.shape, generator=generator) * std
+    return torch.randn(shape, generator=generator) * std
 
 
 def next_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
@@ -764,47 +785,6 @@ def next_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
         probs[before >= top_p * total[:, -1:]] = 0
     # multinomial takes any weights, they need not sum to 1
     return tokens.gather(-1, torch.multinomial(probs, 1, generator=generator))
-
-
-# The kernels that softmax's fast form can use, with their backends of PyTorch's
-# scaled_dot_product_attention. The backend MATH is in none of them: it holds the whole map, which
-# is slow, and PyTorch would fall back to it without saying so.
-KERNELS = {
-    "sdpa": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],  # the first that can
-    "cudnn": [SDPBackend.CUDNN_ATTENTION],
-    "efficient": [SDPBackend.EFFICIENT_ATTENTION],
-    "flash_attn": None,  # not PyTorch's, see flash_attention
-}
-
-
-def softmax_attention(q, k, v, rate, kernel):
-    """softmax(q k^T / sqrt(d) + log D) v, (B, H, T, d_v).
-
-    q, k (B, H, T, d), v (B, h, T, d_v). rate is -log gamma, (H, 1, 1), or None without decay. With
-    decay flash_attn alone needs no D in memory. The other kernels read log D from a matrix of H T^2
-    numbers in every layer: for 12 heads in bf16 25 MB at T = 1,024 and 6.4 GB at T = 16,384.
-    On CUDA PyTorch's flash kernel can't read it, and "sdpa" is the memory-efficient one there.
-    """
-    T, d = q.shape[2:]
-    d_v = v.shape[-1]
-    if kernel == "flash_attn":
-        return flash_attention(q, k, v, rate)
-    if kernel == "cudnn" and T == 1:
-        kernel = "sdpa"  # cudnn refuses a single token
-    shared_v = v.shape[1] < q.shape[1]  # the branches of a head read the same values
-    if shared_v and kernel != "cudnn":  # cudnn can read them twice, other kernels need a copy
-        v = v.repeat_interleave(2, dim=1)  # (B, H, T, d_v)
-        shared_v = False
-    if d_v > d and kernel == "sdpa":  # flash kernels want d = d_v. Zeros change no product
-        q = F.pad(q, (0, d_v - d))
-        k = F.pad(k, (0, d_v - d))
-    log_D = None
-    if rate is not None:
-        log_D = log_mask(rate, distances(T, q.device)).to(q.dtype)[None]  # (1, H, T, T)
-    with sdpa_kernel(KERNELS[kernel]):
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=log_D, is_causal=log_D is None, scale=d**-0.5, enable_gqa=shared_v
-        )
 
 
 def flash_attention(q, k, v, rate):

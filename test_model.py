@@ -623,7 +623,7 @@ def test_load_names_what_it_does_not_know():
     torch.save({"config": TINY | dict(attn="softmax"), "model": weights}, "misfit")
     with pytest.raises(ValueError, match="arm holds a model that .* not 'quadratic'"):
         GPT.load("arm")
-    with pytest.raises(ValueError, match="setting has settings that .*: colour"):
+    with pytest.raises(ValueError, match="setting holds a model that .*'colour'"):
         GPT.load("setting")
     with pytest.raises(ValueError, match="misfit: the weights don't fit the model"):
         GPT.load("misfit")
