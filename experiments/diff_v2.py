@@ -44,12 +44,8 @@ class DiffV2(Softmax):
             self.subln.weight.init_value = config.subln_init
 
     def make_lambda(self, depth):
+        """Each token's own lambda comes from a projection, in place of the four vectors of a layer."""
         self.lambda_proj = nn.Linear(self.config.n_embd, self.config.n_head, bias=False)
-        self.mean_lambda = None
-
-    def lambda_full(self):
-        """The mean of lambda over the tokens that the layer saw last: for the log, a token's own is in project."""
-        return self.mean_lambda
 
     def project(self, x):
         """The queries (B, 2H, T, d), keys (B, 2H, T, d), values (B, H, T, d), and lambda (B, H, T, 1).
@@ -62,7 +58,6 @@ class DiffV2(Softmax):
         k = self.k_proj(x).view(B, T, self.n_value_head, self.head_dim).transpose(1, 2)
         v = self.v_proj(x).view(B, T, self.n_value_head, self.head_dim).transpose(1, 2)
         lam = upcast(self.lambda_proj(x)).sigmoid().mT[..., None]
-        self.mean_lambda = lam.detach().mean()
         return q, k.repeat_interleave(2, dim=1), v, lam
 
 

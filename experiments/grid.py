@@ -21,10 +21,12 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 import data
+import report
 import train
 
 MOST_EXTENSIONS = 3  # how often the range of rates grows, if the best one is at its edge
@@ -264,10 +266,140 @@ def write_runs(out):
     new.replace(out / "runs.jsonl")
 
 
-def conditions(runs):
-    """What the runs were made with. Where they differ, all values are there."""
+class Result(NamedTuple):
+    """What an experiment publishes."""
+
+    runs: object  # a data frame: the runs that are reported
+    every_run: object  # a data frame: also those that chose the rates
+    about: dict  # the conditions
+    rates: dict  # caption and table of the loss by rate, if several were tried
+
+
+def collect(rows, args):
+    """The Result of the runs below args.out. ValueError if no row is far enough to be reported."""
+    every_run = read_runs(args.out)
+    every_run = every_run[every_run["row"].isin(list(rows))].drop(columns="head")
+    runs = reported(rows, args.seed, every_run, args.rates, args.choose_on)
+    if runs.empty:
+        raise ValueError(f"no row below {args.out} is far enough to be published")
+    # where the runs differ in a condition all of its values are there
     names = ["device_name", "torch", "dtype", "data", "steps", "total_batch", "date"]
-    return {name: ", ".join(map(str, runs[name].unique())) for name in names}
+    about = {name: ", ".join(map(str, runs[name].unique())) for name in names}
+    about["seeds"] = ", ".join(map(str, sorted(runs["seed"].unique())))
+    about["±"] = "half of the 95 % interval"
+    rates = {}
+    if len(args.rates) > 1:
+        choosing_seeds = ", ".join(map(str, args.choose_on))
+        table = rates_table(every_run, rows, args.choose_on)
+        rates[f"Val loss by rate, mean over the seeds {choosing_seeds} that chose it"] = table
+    return Result(runs, every_run, about, rates)
+
+
+def unit(runs):
+    return "nats per byte" if set(runs["tokenizer"]) == {"bytes"} else "nats per token"
+
+
+class Noise:
+    """How much runs of one row differ: the statistics of a data frame of runs.
+
+    The standard deviation of a run around the mean of its row is pooled over the rows. Where runs have
+    a column `pool`, each of its values is a pool of its own, and a difference of rows from two of them
+    has the larger one.
+    """
+
+    def __init__(self, runs):
+        self.runs = runs if "pool" in runs else runs.assign(pool="all rows")
+        self.pools = {}
+        for pool, group in self.runs.groupby("pool", sort=False):
+            self.pools[pool] = report.pooled_sd(group, "loss", ["row"])
+
+    def of(self, *groups):
+        """(standard deviation, degrees of freedom) for these runs."""
+        pools = {pool for group in groups for pool in group["pool"]}
+        # a pool without two runs of a row knows nothing, so then neither do we
+        return max((self.pools[pool] for pool in pools), key=lambda found: (found[1] == 0, found[0]))
+
+    def losses(self, row):
+        """The runs of a row whose loss is finite."""
+        return self.runs[self.runs["row"] == row].dropna(subset=["loss"])
+
+    def mean(self, row):
+        """The mean loss of a row with its 95 % interval, None if there is none."""
+        a = self.losses(row)
+        return None if a.empty else report.mean_interval(a["loss"], *self.of(a))
+
+    def difference(self, row, base):
+        """The mean loss of a row less that of another, with its 95 % interval. None if one is missing."""
+        a = self.losses(row)
+        b = self.losses(base)
+        if a.empty or b.empty:
+            return None
+        return report.difference(a["loss"], b["loss"], *self.of(a, b))
+
+    def sentences(self):
+        """For each pool below what a difference of two rows is nothing."""
+        said = {}
+        for pool, (sd, dof) in self.pools.items():
+            runs = self.runs[self.runs["pool"] == pool]
+            n = int(runs.groupby("row")["loss"].count().max())
+            if dof:
+                least = report.half_width(sd, dof, n, n)
+                said[f"noise of {pool}"] = (
+                    f"sd of a run {sd:.4f} ({dof} df), so a difference below {least:.3f} is nothing"
+                )
+        return said
+
+
+def losses_table(runs, noise):
+    """A row for each row of the grid: its rate, and its loss over the seeds."""
+    import pandas as pd
+
+    table = []
+    for row, group in runs.groupby("row", sort=False):
+        first = group.iloc[0]
+        edge = ", at the edge of those tried" if first["at_edge"] else ""
+        found = {"row": row, "parameters": int(first["parameters"])}
+        found["rate"] = f"{first['lr']:g}{edge}"
+        found["seeds"] = len(group)
+        found["diverged"] = int(group["loss"].isna().sum())
+        found["val loss"] = noise.mean(row)
+        table.append(found)
+    return pd.DataFrame(table)
+
+
+def rates_table(runs, rows, choose_on):
+    """The mean loss of each row at each rate that was tried, on the seeds that chose."""
+    choosing = runs[runs["seed"].isin(choose_on)]
+    table = choosing.pivot_table("loss", "row", "lr")
+    table = table.reindex([row for row in rows if row in table.index])
+    return table.rename(columns="{:g}".format).reset_index()
+
+
+def draw_differences(ax, table, label, columns, limit=0.1):
+    """A row for each comparison, and for each of its columns a dot with its 95 % interval.
+
+    columns: for each one whether its dots are filled, and how far below the middle they stand.
+    limit: a larger difference is written at the side, so that the small ones can be seen.
+    """
+    for column, (filled, below) in columns.items():
+        for number, found in enumerate(table[column]):
+            height = number + below
+            if not isinstance(found, report.MeanError):
+                continue
+            if abs(found.mean) > limit:
+                side = {"x": 1, "ha": "right"} if found.mean > 0 else {"x": 0, "ha": "left"}
+                ax.text(y=height, s=f"{found.mean:+.2f}", va="center", fontsize=10,
+                        transform=ax.get_yaxis_transform(), **side)
+                continue
+            color = "black" if filled else "white"
+            ax.errorbar(found.mean, height, xerr=found.error, marker="o", markersize=7, capsize=4,
+                        color="black", markerfacecolor=color)
+    ax.set_yticks(range(len(table)), table[label])
+    ax.set_ylim(len(table) - 0.4, -0.8)
+    ax.set_xlim(-limit, limit)
+    ax.locator_params(axis="x", nbins=5)
+    ax.axvline(0, color="black", linewidth=0.8)
+    ax.grid(axis="y", visible=False)
 
 
 def numbers(kind):

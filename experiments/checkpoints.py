@@ -1,0 +1,836 @@
+"""
+The paper's measurements of trained models. Each prints its tables and writes <out>/<name>.md, .json and .png.
+
+    python -m experiments.checkpoints slices --ckpt out/softmax* out/diff*
+    python -m experiments.checkpoints context --ckpt out/softmax* --contexts=8,32,128
+    python -m experiments.checkpoints maps --ckpt out/diff --text="The cat sat on the mat."
+
+`--help` lists them, and `slices --help` says what one of them measures. A checkpoint is a file or the folder of
+a run. Checkpoints that differ in their seed alone are averaged: a ± is half of the 95 % interval. Tables,
+figures and sections are those of Differential Transformer, arXiv 2410.05258.
+"""
+import argparse
+import math
+import sys
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import report
+import train
+from data import get_tokenizer, load_data
+from model import GPT, Softmax, open_device
+from train import positive_int
+
+MANUAL = "pydoc_data.topics"  # what a run's log calls the manual that ships with Python
+
+
+# ---- checkpoints and their data ----
+
+
+class Checkpoint(NamedTuple):
+    model: GPT
+    enc: object  # its tokenizer
+    arm: str  # what tells it from the others, but for the seed
+    seed: int
+    run: dict  # the head of its log
+
+
+class Text(NamedTuple):
+    """What the checkpoints are measured on."""
+
+    train: object
+    val: object  # Shards, both
+    block: int  # tokens of a sequence: the smallest block_size of the checkpoints
+    tokens: int  # how many to measure, about
+    device: torch.device
+    about: dict  # which data that is
+
+
+def open_checkpoints(args):
+    """The checkpoints of --ckpt. ValueError if one is not there, or does not say what it was trained on."""
+    models = []
+    runs = []
+    for path in args.ckpt:
+        path = path / "ckpt.pt" if path.is_dir() else path
+        if not path.exists():
+            raise ValueError(f"--ckpt: there is no checkpoint {path}. train.py writes them")
+        model = GPT.load(path, args.device).eval()
+        if "run" not in model.extra or "tokenizer" not in model.extra:
+            raise ValueError(f"{path} does not say what it was trained on, as those of train.py do")
+        models.append(model)
+        # of one run there may be an early and a late checkpoint: the steps done tell them apart
+        runs.append(asdict(model.config) | model.extra["run"] | dict(steps=model.extra["step"]))
+    found = []
+    for model, run, arm in zip(models, runs, name_arms(runs)):
+        enc = get_tokenizer(model.extra["tokenizer"])
+        found.append(Checkpoint(model, enc, arm, run["seed"], run))
+    if len({(checkpoint.arm, checkpoint.seed) for checkpoint in found}) < len(found):
+        raise ValueError("--ckpt names a checkpoint twice")
+    return found
+
+
+def name_arms(runs):
+    """A name for each run: its attention, and every setting but the seed in which the runs differ."""
+    names = [run["attn"] for run in runs]
+    for setting in train.IDENTITY:
+        values = [run.get(setting) for run in runs]
+        if setting in ("attn", "seed") or len(set(map(repr, values))) == 1:
+            continue
+        for i, value in enumerate(values):
+            if value is not None:
+                names[i] += " " + train.run_name_part(setting, value)[:24]
+    return names
+
+
+def open_text(args, checkpoints):
+    """The data that the checkpoints were trained on, or --data. ValueError if they don't fit."""
+    first = checkpoints[0]
+    path = args.data
+    if path is None and first.run["data"] != MANUAL:
+        path = Path(first.run["data"])
+    train_split, val, tokenizer, what = load_data(path)
+    name = what["data"]
+    for checkpoint in checkpoints:
+        own = checkpoint.model.extra["tokenizer"]
+        if own != tokenizer:
+            raise ValueError(f"{checkpoint.arm} has the tokenizer {own}, and {name} is in {tokenizer}")
+        if args.data is None and checkpoint.run["data_sha256"] != what["data_sha256"]:
+            raise ValueError(
+                f"{checkpoint.arm} was trained on other data than {name} is now: say which with --data"
+            )
+    block = min(checkpoint.model.config.block_size for checkpoint in checkpoints)
+    if val.sequences(block) == 0:
+        raise ValueError(f"the val split of {name} has not one sequence of {block} tokens")
+    largest = max(int(array.max(initial=0)) for array in val.arrays)
+    if largest >= first.model.config.vocab_size:
+        raise ValueError(f"{name} holds the token {largest}, which the models don't know")
+    about = {"data": name, "val": what.get("val", "")}
+    return Text(train_split, val, block, args.tokens, args.device, about)
+
+
+def val_batches(text, T=None):
+    """The first sequences of val, about text.tokens: (B, T + 1) int64 at a time, B T at most 8,192."""
+    T = T or text.block
+    count = max(1, min(text.val.sequences(T), text.tokens // T))
+    B = max(1, 8192 // T)
+    for first in range(0, count, B):
+        sequences = [text.val.sequence(i, T) for i in range(first, min(first + B, count))]
+        yield torch.from_numpy(np.stack(sequences)).to(text.device)
+
+
+def token_losses(model, tokens):
+    """The loss in nats of each token of (B, T + 1) given those before it: (B, T) float32."""
+    logits, _ = model(tokens[:, :-1], tokens[:, 1:])
+    return F.cross_entropy(logits.float().mT, tokens[:, 1:], reduction="none")
+
+
+def val_losses(model, text, T=None, losses_of=token_losses):
+    """The losses of val's first sequences, (sequences, T) float64."""
+    parts = []
+    for tokens in val_batches(text, T):
+        parts.append(losses_of(model, tokens).double().cpu())
+    return torch.cat(parts).numpy()
+
+
+@contextmanager
+def score_hook(model, hook):
+    """Inside, the model runs through its maps, with hook(scores) in the place of each layer's scores."""
+    layers = [block.attn for block in model.blocks]
+    before = [(layer.flash, layer.score_hook) for layer in layers]
+    for layer in layers:
+        layer.flash = False
+        layer.score_hook = hook
+    try:
+        yield
+    finally:
+        for layer, (flash, old_hook) in zip(layers, before):
+            layer.flash = flash
+            layer.score_hook = old_hook
+
+
+# ---- results ----
+
+
+def average(rows, values, keys=()):
+    """A data frame with a row for each arm: the means over its seeds of the columns `values`.
+
+    rows: a list of dicts, one for each checkpoint, with arm, seed, the columns `keys` and `values`.
+    """
+    import pandas as pd
+
+    return report.over_seeds(pd.DataFrame(rows), by=["arm", *keys], values=list(values))
+
+
+def publish(args, name, about, tables, figure, rows):
+    """rows: what was measured of each checkpoint by itself, a list of dicts. It goes into the JSON."""
+    import pandas as pd
+
+    about = report.conditions(args.device, dtype="float32", **about)
+    report.publish(args.out, name, about, tables, figure, pd.DataFrame(rows))
+
+
+def to_long(rows, columns, x, y):
+    """The same as a data frame with a row for each of the columns: its name in x, its value in y."""
+    import pandas as pd
+
+    df = pd.DataFrame(rows)
+    rest = [column for column in df if column not in columns]
+    return df.melt(rest, list(columns), var_name=x, value_name=y)
+
+
+# ---- slices ----
+
+
+def ngrams(tokens, n, base):
+    """The number of the n-gram that ends at each token of (..., T) from the n-th on: (..., T - n + 1)."""
+    T = tokens.shape[-1]
+    number = np.zeros((*tokens.shape[:-1], T - n + 1), np.int64)
+    for i in range(n):
+        number = number * base + tokens[..., i : T - n + 1 + i]
+    return number
+
+
+def frequent_ngrams(text, n, base, count):
+    """The most frequent n-grams of the first `count` training tokens, those that make up half of them.
+
+    Returns their numbers and a sentence that says which ones they are.
+    """
+    import pandas as pd
+
+    parts = []
+    left = count
+    for array in text.train.arrays:
+        parts.append(array[:left])
+        left -= len(parts[-1])
+    tokens = np.concatenate(parts)
+    seen = pd.Series(ngrams(tokens, n, base)).value_counts()  # the most frequent first
+    half = seen.cumsum().searchsorted(seen.sum() / 2, side="right")
+    often = int(seen.iloc[half])
+    rule = f"{n}-grams seen more than {often:,} times in the first {len(tokens):,} training tokens"
+    return seen.index[seen > often], rule
+
+
+def find_hits(text, frequent, n, base):
+    """Which targets of val's first sequences are AR-hits, (sequences, T) bool."""
+    import pandas as pd
+
+    tokens = torch.cat(list(val_batches(text))).cpu().numpy()
+    numbers = ngrams(tokens, n, base)
+    again = np.stack([pd.Series(row).duplicated() for row in numbers])
+    hits = again & ~np.isin(numbers, frequent)
+    # the first n - 2 targets end no n-gram of their sequence
+    return np.pad(hits, ((0, 0), (n - 2, 0)))
+
+
+def slices(args):
+    """Val loss of what the context held before, and of the rest (Table 6; Zoology, arXiv 2312.04927).
+
+    An AR-hit ends an n-gram which its context holds already, so that it could be looked up there, and which is not
+    one of the most frequent in the training data, those that make up half of it. n = 2 for gpt2 tokens and 5 for
+    bytes.
+    """
+    checkpoints = open_checkpoints(args)
+    text = open_text(args, checkpoints)
+    enc = checkpoints[0].enc
+    n = 2 if enc.name == "gpt2" else 5
+    frequent, rule = frequent_ngrams(text, n, enc.n_vocab, args.count)
+    hits = find_hits(text, frequent, n, enc.n_vocab)
+    rows = []
+    for model, _, arm, seed, _ in checkpoints:
+        losses = val_losses(model, text)
+        row = dict(arm=arm, seed=seed, all=losses.mean())
+        row["AR-hits"] = losses[hits].mean() if hits.any() else math.nan
+        row["the rest"] = losses[~hits].mean() if not hits.all() else math.nan
+        rows.append(row)
+    caption = f"Val loss in nats per token; {hits.mean():.1%} of the tokens are AR-hits"
+    tables = {caption: average(rows, ["all", "AR-hits", "the rest"])}
+    df = to_long(rows, ["AR-hits", "the rest"], "slice", "loss")
+    figure, (ax,) = report.new_figure(size=(9, 2 + 0.6 * df["arm"].nunique()))
+    report.dot_plot(ax, df, "loss", row="arm", condition="slice")
+    ax.set(xlabel="val loss, nats per token")
+    report.add_title(figure, "What could be looked up in the context (hollow), and the rest (filled)")
+    about = text.about | {"tokens": hits.size, "context": text.block, "never a hit": rule}
+    publish(args, "slices", about, tables, figure, rows)
+
+
+# ---- position and context ----
+
+
+def windowed_losses(model, tokens):
+    """token_losses with what the sampler sees: a cache of block_size tokens that begins anew when it is full.
+
+    The new one begins at the last half of the old one, see GPT.generate. (B, T + 1) to (B, T).
+    """
+    block = model.config.block_size
+    T = tokens.shape[1] - 1
+    parts = []
+    done = 0  # targets whose loss we have
+    start = 0  # of the cache
+    while done < T:
+        end = min(start + block, T)
+        losses = token_losses(model, tokens[:, start : end + 1])
+        parts.append(losses[:, done - start :])
+        done = end
+        start = end - max(1, block // 2) + 1
+    return torch.cat(parts, dim=1)
+
+
+def position_ends(length, block):
+    """Where the positions of a text are cut: powers of two from 16 on, the block, and the length."""
+    ends = {length, min(block, length)}
+    end = 16
+    while end < length:
+        ends.add(end)
+        end *= 2
+    return sorted(ends)
+
+
+def position(args):
+    """Mean loss by position in the text, up to and beyond the trained block (Figure 4).
+
+    Every arm sees its whole context. The softmax arms are shown once more as sample.py runs them ("window"): their
+    cache begins anew from its last half whenever it is full. Each position has other targets. To compare contexts
+    on the same targets, see the measurement `context`.
+    """
+    checkpoints = open_checkpoints(args)
+    text = open_text(args, checkpoints)
+    length = args.length or 4 * text.block
+    if text.val.sequences(length) == 0:
+        raise ValueError(f"the val split has {text.val.tokens:,} tokens, too few for --length={length}")
+    ends = position_ends(length, text.block)
+    starts = [0, *ends[:-1]]
+    spans = [f"{start + 1:,} to {end:,}" for start, end in zip(starts, ends)]
+    between = []
+    up_to = []
+    curves = []
+    for model, _, arm, seed, _ in checkpoints:
+        ways = {arm: token_losses}
+        if isinstance(model.blocks[0].attn, Softmax):
+            ways[f"{arm}, window"] = windowed_losses
+        for name, losses_of in ways.items():
+            losses = val_losses(model, text, length, losses_of)
+            key = dict(arm=name, seed=seed)
+            between.append(dict(key))
+            up_to.append(dict(key))
+            for span, start, end in zip(spans, starts, ends):
+                loss = losses[:, start:end].mean()
+                between[-1][span] = loss
+                up_to[-1][f"{end:,}"] = losses[:, :end].mean()
+                curves.append(key | dict(end=end, loss=loss))
+    tables = {
+        "Mean loss between positions (nats per token)": average(between, spans),
+        "Mean loss up to a position": average(up_to, [f"{end:,}" for end in ends]),
+    }
+    figure = draw_position(curves, text.block)
+    about = text.about | dict(tokens=losses.size, trained_block=text.block)
+    publish(args, "position", about, tables, figure, between)
+
+
+def draw_position(curves, block):
+    import pandas as pd
+
+    figure, (ax,) = report.new_figure(size=(9, 5))
+    report.line_plot(ax, pd.DataFrame(curves), "end", "loss", by="arm", seed="seed")
+    ax.axvline(block, color="black", linewidth=0.8, linestyle=":")
+    ax.set(xscale="log", xlabel="position in the text (dotted: the end of the trained block)",
+           ylabel="val loss, nats per token")
+    report.label_ends(ax)
+    report.add_title(figure, "The loss of the tokens up to a position from the last point on")
+    return figure
+
+
+def cut_losses(model, windows):
+    """The loss of the last token of each window (N, c + 1), given the c tokens before it: (N,)."""
+    parts = []
+    size = max(1, 8192 // windows.shape[1])
+    for some in windows.split(size):
+        logits, _ = model(some[:, :-1])
+        parts.append(F.cross_entropy(logits[:, -1].float(), some[:, -1], reduction="none"))
+    return torch.cat(parts)
+
+
+def context(args):
+    """How much of the loss needs more than so many tokens of context: the same targets, with the context cut.
+
+    The targets are the tokens in the second half of val's first sequences, about --tokens of them. Each is predicted
+    from the last 8, 32, ... tokens before it alone, and from all of its sequence. The second table is what the cut
+    costs: what needs more context than that.
+    """
+    checkpoints = open_checkpoints(args)
+    text = open_text(args, checkpoints)
+    T = text.block
+    first = T // 2  # the context of the first target
+    if max(args.contexts) > first:
+        raise ValueError(f"--contexts: at most {first}, half of a block, else nothing would be cut")
+    text = text._replace(tokens=2 * text.tokens)  # half of the tokens of a sequence are targets
+    names = [f"{c:,}" for c in args.contexts]
+    whole = f"all ({first + 1:,} to {T:,})"
+    rows = []
+    costs = []
+    for model, _, arm, seed, _ in checkpoints:
+        losses = {name: [] for name in [*names, whole]}
+        for tokens in val_batches(text):
+            losses[whole].append(token_losses(model, tokens)[:, first:].flatten())
+            for c, name in zip(args.contexts, names):
+                windows = tokens[:, first + 1 - c :].unfold(1, c + 1, 1)  # (B, T - first, c + 1)
+                losses[name].append(cut_losses(model, windows.flatten(0, 1)))
+        means = {name: torch.cat(parts).double().mean().item() for name, parts in losses.items()}
+        targets = sum(len(part) for part in losses[whole])
+        rows.append(dict(arm=arm, seed=seed) | means)
+        cost = {name: means[name] - means[whole] for name in names}
+        costs.append(dict(arm=arm, seed=seed) | cost)
+    tables = {
+        "Val loss in nats per token, by the tokens of context": average(rows, [*names, whole]),
+        "What needs more context than that, nats per token": average(costs, names),
+    }
+    df = to_long(costs, names, "context", "cost")
+    df["context"] = df["context"].str.replace(",", "").astype(int)
+    figure, (ax,) = report.new_figure(size=(9, 5))
+    report.line_plot(ax, df, "context", "cost", by="arm", seed="seed")
+    ax.set(xscale="log", xlabel="tokens of context that are left",
+           ylabel="loss above that with all, nats per token")
+    report.label_ends(ax)
+    report.add_title(figure, "How much of the loss needs more context")
+    about = text.about | dict(targets=targets, block=T)
+    publish(args, "context", about, tables, figure, rows)
+
+
+# ---- outliers, residual ----
+
+
+class Extremes:
+    """Collects the largest absolute values of tensors, and a sample of all of them for the median."""
+
+    def __init__(self):
+        self.largest = torch.zeros(0)
+        self.sample = []
+
+    def add(self, x):
+        x = x.detach().abs().flatten().float()
+        tops = x.topk(min(100, len(x))).values.cpu()
+        self.largest = torch.cat((self.largest, tops)).sort(descending=True).values[:100]
+        # 10,007 is a prime: the sample does not fall into step with the rows of a map
+        places = torch.arange(100_003, device=x.device) * 10_007 % len(x)
+        self.sample.append((x if len(x) < len(places) else x[places]).cpu())
+
+    def row(self):
+        row = {}
+        for k in (1, 2, 3, 10, 100):
+            row[f"top-{k}"] = self.largest[k - 1].item() if k <= len(self.largest) else math.nan
+        row["median"] = torch.cat(self.sample).median().item()
+        return row
+
+
+def outliers(args):
+    """The largest scores and activations beside their median (Table 5).
+
+    Absolute values over all layers, heads and tokens: of the scores on and below the diagonal, for each branch of a
+    difference (attention logits in the softmax arms, products of features before the division in the linear ones:
+    compare within a family only), and of the residual stream behind each block. The median is that of a sample.
+    """
+    checkpoints = open_checkpoints(args)
+    text = open_text(args, checkpoints)
+    causal = torch.ones(text.block, text.block, dtype=torch.bool, device=args.device).tril()
+    rows = []
+    for model, _, arm, seed, _ in checkpoints:
+        branches = model.blocks[0].attn.branches
+        scores = [Extremes() for _ in range(branches)]
+        stream = Extremes()
+
+        def look(S, scores=scores):
+            for number, extremes in enumerate(scores):
+                extremes.add(S[:, number :: len(scores)][..., causal])
+            return S
+
+        def look_at_stream(block, inputs, y, stream=stream):
+            stream.add(y)
+
+        handles = [block.register_forward_hook(look_at_stream) for block in model.blocks]
+        tokens_seen = 0
+        with score_hook(model, look):
+            for tokens in val_batches(text):
+                model(tokens[:, :-1])
+                tokens_seen += tokens[:, 1:].numel()
+        for handle in handles:
+            handle.remove()
+        names = ["scores"] if branches == 1 else ["scores, branch 1", "scores, branch 2"]
+        for name, extremes in zip([*names, "residual stream"], [*scores, stream]):
+            rows.append(dict(arm=arm, seed=seed, of=name) | extremes.row())
+    values = ["top-1", "top-2", "top-3", "top-10", "top-100", "median"]
+    table = average(rows, values, keys=["of"]).sort_values("of", kind="stable")
+    figure = draw_outliers(rows)
+    about = text.about | dict(tokens=tokens_seen, context=text.block)
+    publish(args, "outliers", about, {"The largest absolute values": table}, figure, rows)
+
+
+def draw_outliers(rows):
+    """For each arm the largest value and the median."""
+    df = to_long(rows, ["median", "top-1"], "which", "value").sort_values("of", kind="stable")
+    df["row"] = df["arm"] + ": " + df["of"]
+    figure, (ax,) = report.new_figure(size=(10, 2 + 0.5 * df["row"].nunique()))
+    report.dot_plot(ax, df, "value", row="row", condition="which")
+    ax.set(xscale="log", xlabel="absolute value")
+    report.add_title(figure, "The median (hollow) and the largest value (filled)")
+    return figure
+
+
+def stream_norms(model, text):
+    """Mean length of a token's vector behind the embedding and each block, and the tokens measured."""
+    sums = {}
+    tokens_seen = 0
+    handles = []
+    parts = {"embedding": model.wte}
+    for depth, block in enumerate(model.blocks):
+        parts[f"block {depth}"] = block
+    for name, part in parts.items():
+
+        def look(module, inputs, y, name=name):
+            sums[name] = sums.get(name, 0.0) + y.norm(dim=-1).double().sum().item()
+
+        handles.append(part.register_forward_hook(look))
+    for tokens in val_batches(text):
+        model(tokens[:, :-1])
+        tokens_seen += tokens[:, 1:].numel()
+    for handle in handles:
+        handle.remove()
+    return {name: sums[name] / tokens_seen for name in parts}, tokens_seen
+
+
+def residual(args):
+    """Length of the residual stream by layer, at the start of training and at the end.
+
+    The length ||x|| of a token's vector as the embedding and then each block leave it, the mean over val tokens. At
+    the start: the weights drawn anew from the run's seed. Shows what the norm on each head's output does at first.
+    """
+    checkpoints = open_checkpoints(args)
+    text = open_text(args, checkpoints)
+    rows = []
+    for model, _, arm, seed, run in checkpoints:
+        new = GPT(model.config, run["seed"]).to(args.device)
+        for when, one in (("start", new), ("end", model)):
+            norms, tokens_seen = stream_norms(one, text)
+            rows.append(dict(arm=arm, seed=seed, at=when) | norms)
+    names = list(norms)
+    table = average(rows, names, keys=["at"])
+    df = to_long(rows, names, "layer", "norm")
+    figure, axes = report.new_figure(columns=2, size=(14, 5))
+    for ax, when in zip(axes, ("start", "end")):
+        report.line_plot(ax, df[df["at"] == when], "layer", "norm", by="arm", seed="seed")
+        ax.set(ylabel="length of a token's vector", title=f"at the {when} of training")
+        report.label_ends(ax)
+    report.add_title(figure, "The residual stream by layer")
+    about = text.about | dict(tokens=tokens_seen, context=text.block)
+    tables = {"Length of the residual stream, mean over tokens": table}
+    publish(args, "residual", about, tables, figure, rows)
+
+
+# ---- quant ----
+
+
+def round_scores(S, bits, dims):
+    """S rounded to 2^(bits - 1) - 1 steps either side of zero. The largest absolute value over dims is the last.
+
+    Only entries on and below the diagonal count: nobody looks at the others.
+    """
+    largest = S.tril().abs().amax(dims, keepdim=True).clamp(min=1e-30)
+    step = largest / (2 ** (bits - 1) - 1)
+    return (S / step).round() * step
+
+
+def quant(args):
+    """Val loss with the scores rounded to few bits (Figure 8).
+
+    The scores, before the mask and the softmax, are rounded to 2^(bits - 1) - 1 steps either side of zero. The largest
+    absolute value is the last step: that of a text and layer, all heads and branches together, or with --per=head
+    that of each head.
+    """
+    checkpoints = open_checkpoints(args)
+    text = open_text(args, checkpoints)
+    dims = (1, 2, 3) if args.per == "layer" else (2, 3)
+    names = ["8 bits", "6 bits", "4 bits"]
+    rows = []
+    above = []
+    for model, _, arm, seed, _ in checkpoints:
+        with score_hook(model, None):
+            losses = val_losses(model, text)
+        row = dict(arm=arm, seed=seed, exact=losses.mean())
+        for bits in (8, 6, 4):
+
+            def rounded(S, bits=bits):
+                return round_scores(S, bits, dims)
+
+            with score_hook(model, rounded):
+                row[f"{bits} bits"] = val_losses(model, text).mean()
+        rows.append(row)
+        above.append(dict(arm=arm, seed=seed) | {name: row[name] - row["exact"] for name in names})
+    tables = {
+        "Val loss in nats per token, scores rounded": average(rows, ["exact", *names]),
+        "The same above that of exact scores": average(above, names),
+    }
+    df = to_long(above, names, "scores", "above")
+    figure, (ax,) = report.new_figure(size=(9, 5))
+    report.line_plot(ax, df.assign(bits=df["scores"].str[0].astype(int)), "bits", "above", by="arm", seed="seed")
+    ax.set(xlabel="bits of a score", ylabel="val loss above that of exact scores", xticks=[4, 6, 8])
+    report.label_ends(ax)
+    report.add_title(figure, "What it costs to round the scores")
+    about = text.about | dict(tokens=losses.size, context=text.block, absmax=f"per {args.per}")
+    publish(args, "quant", about, tables, figure, rows)
+
+
+# ---- hellaswag ----
+
+
+def score_story(model, enc, story, block):
+    """The mean and the sum of the loss of each of a story's endings, (4, 2), and whether it was cut."""
+    start = enc.encode_ordinary(story["ctx"])
+    endings = [enc.encode_ordinary(" " + ending) for ending in story["endings"]]
+    texts = [torch.tensor((start + ending)[-block - 1 :]) for ending in endings]
+    # filled up behind the text, where no token of it looks
+    padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    losses = token_losses(model, padded.to(model.wte.weight.device)).cpu()
+    scores = []
+    for loss, text, ending in zip(losses, texts, endings):
+        own = loss[: len(text) - 1][-len(ending) :]
+        scores.append([own.mean().item(), own.sum().item()])
+    return np.array(scores), len(start) + max(map(len, endings)) > block + 1
+
+
+def hellaswag(args):
+    """Zero-shot accuracy on HellaSwag, 10,042 unfinished stories with four endings (Section 3.1).
+
+    Normalised accuracy: the ending whose tokens have the smallest mean loss, after the context and a space. Beside it
+    the accuracy by the sum of the losses. Guessing gets 0.25. A context too long for the block is cut from the left.
+    """
+    import datasets
+
+    checkpoints = open_checkpoints(args)
+    try:
+        stories = datasets.load_dataset(args.source, split="validation")
+    except Exception as e:  # no network, no folder, no such split: of many classes
+        raise ValueError(f"can't read HellaSwag from --source={args.source}, a folder will do: {e}") from None
+    stories = stories.select(range(min(args.limit, len(stories)))).to_list()
+    block = min(checkpoint.model.config.block_size for checkpoint in checkpoints)
+    rows = []
+    for model, enc, arm, seed, _ in checkpoints:
+        right = []
+        contexts_cut = 0
+        for story in stories:
+            scores, was_cut = score_story(model, enc, story, block)
+            right.append(scores.argmin(0) == int(story["label"]))
+            contexts_cut += was_cut
+        normalised, by_sum = np.mean(right, axis=0).tolist()
+        error = math.sqrt(normalised * (1 - normalised) / len(stories))
+        row = {"arm": arm, "seed": seed, "accuracy, normalised": normalised, "standard error": error}
+        rows.append(row | {"accuracy, by sum": by_sum, "contexts cut": contexts_cut})
+    values = ["accuracy, normalised", "standard error", "accuracy, by sum"]
+    table = average(rows, values, keys=["contexts cut"])
+    import pandas as pd
+
+    figure, (ax,) = report.new_figure(size=(8, 2 + 0.5 * len(table)))
+    report.dot_plot(ax, pd.DataFrame(rows), "accuracy, normalised", row="arm")
+    ax.axvline(0.25, color="black", linewidth=0.8, linestyle=":")
+    ax.set(xlabel="normalised accuracy (dotted: guessing)")
+    report.add_title(figure, "HellaSwag, zero-shot")
+    about = {"source": args.source, "stories": len(stories), "context": block}
+    publish(args, "hellaswag", about, {"HellaSwag, zero-shot": table}, figure, rows)
+
+
+# ---- maps ----
+
+
+def attention_maps(model, idx):
+    """Every layer's maps of idx (B, T): a list of dicts of (B, h, T, T).
+
+    A one-map arm has {"A"}, a differential one {"A_1", "A_2", "A_1 − λA_2"}.
+    """
+    found = []
+
+    def look(layer, inputs, y):
+        x = inputs[0]
+        q, k, _, lam = layer.project(x)
+        rope = layer.rope(x)
+        A = layer.attention_map(q, k, lam, rope)
+        if layer.branches == 1:
+            found.append({"A": A})
+            return
+        # the map is A_1 - lambda A_2, so with lambda 0 it is A_1, and with 1 A_2 is what is missing
+        A_1 = layer.attention_map(q, k, 0.0, rope)
+        A_2 = A_1 - layer.attention_map(q, k, 1.0, rope)
+        found.append({"A_1": A_1, "A_2": A_2, "A_1 − λA_2": A})
+
+    handles = [block.attn.register_forward_hook(look) for block in model.blocks]
+    model(idx)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def describe_map(A):
+    """A few numbers of a layer's map A (h, T, T), shares of absolute values."""
+    size = A.abs().sum(-1)
+    return {
+        "smallest": A.min().item(),
+        "largest": A.max().item(),
+        "sum of a row": A.sum(-1).mean().item(),
+        "negative share": ((-A).clamp(min=0).sum() / size.sum()).item(),
+        "on the first token": (A[..., 0].abs() / size).mean().item(),
+    }
+
+
+def maps(args):
+    """The attention maps of a text (Figure 1): of a difference A_1, A_2 and A_1 − λA_2 side by side.
+
+    Row i is how token i mixes the tokens before it. What is subtracted more than it is added is negative. The table is
+    of all layers, the figure of one: the mean over the heads, and then the heads one by one, at most four.
+    """
+    checkpoints = open_checkpoints(args)
+    layer = args.layer or min(checkpoint.model.config.n_layer for checkpoint in checkpoints)
+    rows = []
+    shown = {}
+    for model, enc, arm, seed, _ in checkpoints:
+        tokens = enc.encode_ordinary(args.text)
+        if not 1 < len(tokens) <= 256 or layer > model.config.n_layer:
+            limit = model.config.n_layer
+            raise ValueError(f"{arm} needs a --text of 2 to 256 tokens and a --layer up to {limit}")
+        found = attention_maps(model, torch.tensor([tokens], device=args.device))
+        for depth, of_layer in enumerate(found, 1):
+            for name, A in of_layer.items():
+                numbers = describe_map(A[0].float().cpu())
+                rows.append(dict(arm=arm, seed=seed, layer=depth, map=name) | numbers)
+        if arm not in shown:  # the first of the seeds
+            shown[arm] = {name: A[0].float().cpu() for name, A in found[layer - 1].items()}
+    words = [enc.decode([t]).replace(" ", "␣").replace("\n", "↵").replace("$", r"\$") for t in tokens]
+    values = ["smallest", "largest", "sum of a row", "negative share", "on the first token"]
+    tables = {"Attention maps (shares are of absolute values)": average(rows, values, ["layer", "map"])}
+    about = {"text": repr(args.text), "layer shown": layer}
+    publish(args, "maps", about, tables, draw_maps(shown, words, layer), rows)
+
+
+def draw_maps(shown, words, layer):
+    """A row for each arm: its maps, the mean over the heads, and then the last one of them by head."""
+    panels = {}
+    for arm, of_arm in shown.items():
+        panels[arm] = {f"{name}, mean of heads": A.mean(0) for name, A in of_arm.items()}
+        name, A = list(of_arm.items())[-1]
+        for head in range(min(4, len(A))):
+            panels[arm][f"{name}, head {head + 1}"] = A[head]
+    columns = max(len(of_arm) for of_arm in panels.values())
+    size = (3.1 * columns + 1, 3.3 * len(panels) + 1)
+    figure, axes = report.new_figure(rows=len(panels), columns=columns, size=size)
+    entries = torch.cat([A[A != 0].abs() for of_arm in panels.values() for A in of_arm.values()])
+    largest = entries.quantile(0.99).item()  # the few that are larger would leave no colour for the rest
+    for number, (arm, of_arm) in enumerate(panels.items()):
+        of_row = axes[number * columns : (number + 1) * columns]
+        for ax in of_row[len(of_arm) :]:
+            ax.set_visible(False)
+        for ax, (title, A) in zip(of_row, of_arm.items()):
+            future = np.triu(np.ones(A.shape, bool), 1)
+            A = np.ma.masked_where(future, A.numpy())
+            image = ax.imshow(A, cmap="PuOr", vmin=-largest, vmax=largest)
+            ax.set_title(f"{arm}: {title}", fontsize=9)
+            ax.grid(False)
+            ax.set(xticks=[], yticks=[])
+            if len(words) <= 32:
+                ax.set_xticks(range(len(words)), words, fontsize=6)
+                ax.set_yticks(range(len(words)), words, fontsize=6)
+    figure.colorbar(image, ax=list(axes), shrink=0.6, extend="both", label="weight (1 % are beyond)")
+    report.add_title(figure, f"Layer {layer}: row i is what token i takes from the tokens before it")
+    return figure
+
+
+# ---- the command line ----
+
+
+def comma_list(text):
+    """The type of a flag: whole numbers with commas between them."""
+    return [positive_int(word) for word in text.split(",")]
+
+
+def add_verb(verbs, run):
+    """A subcommand and the flags that all of them have. Its help is the docstring of `run`."""
+    about = " ".join(run.__doc__.split())
+    p = verbs.add_parser(run.__name__, help=run.__doc__.splitlines()[0], description=about)
+    p.set_defaults(run=run)
+    p.add_argument("--ckpt", type=Path, nargs="+", required=True, help="checkpoints, or runs' folders")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                   help="cuda, cpu, ... (%(default)s)")
+    p.add_argument("--out", type=Path, default=Path("out/checkpoints"),
+                   help="folder of what is written (%(default)s)")
+    return p
+
+
+def add_text_flags(p, on_cpu, on_cuda):
+    """The flags of a measurement on val."""
+    p.add_argument("--data", type=Path, help="shards or text file (what the runs were trained on)")
+    p.add_argument("--tokens", type=positive_int,
+                   help=f"val tokens to measure, about ({on_cpu:,}; on cuda {on_cuda:,})")
+    p.set_defaults(tokens_on={"cpu": on_cpu, "cuda": on_cuda})
+
+
+def make_parser():
+    p = argparse.ArgumentParser(
+        prog="python -m experiments.checkpoints",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = p.add_subparsers(required=True, metavar="measurement")
+
+    of_slices = add_verb(verbs, slices)
+    add_text_flags(of_slices, on_cpu=65_536, on_cuda=4_000_000)
+    of_slices.add_argument("--count", type=positive_int, default=50_000_000,
+                           help="training tokens whose n-grams are counted (5e7)")
+
+    of_position = add_verb(verbs, position)
+    add_text_flags(of_position, on_cpu=65_536, on_cuda=4_000_000)
+    of_position.add_argument("--length", type=positive_int, help="tokens to go up to (four blocks)")
+
+    of_context = add_verb(verbs, context)
+    add_text_flags(of_context, on_cpu=4_096, on_cuda=65_536)
+    of_context.add_argument("--contexts", type=comma_list, default="8,32,128",
+                            help="tokens of context that are left, a comma list (%(default)s)")
+
+    of_outliers = add_verb(verbs, outliers)
+    add_text_flags(of_outliers, on_cpu=32_768, on_cuda=400_000)
+
+    of_residual = add_verb(verbs, residual)
+    add_text_flags(of_residual, on_cpu=32_768, on_cuda=400_000)
+
+    of_quant = add_verb(verbs, quant)
+    add_text_flags(of_quant, on_cpu=16_384, on_cuda=1_000_000)
+    of_quant.add_argument("--per", choices=["layer", "head"], default="layer",
+                          help="what shares one largest value (%(default)s)")
+
+    of_hellaswag = add_verb(verbs, hellaswag)
+    of_hellaswag.add_argument("--source", default="Rowan/hellaswag",
+                              help="data set on the hub, or a folder (%(default)s)")
+    of_hellaswag.add_argument("--limit", type=positive_int, default=10_042,
+                              help="stories, from the first on (all %(default)s)")
+
+    of_maps = add_verb(verbs, maps)
+    of_maps.add_argument("--text", default="The cat sat on the mat.",
+                         help="what the maps are of (%(default)s)")
+    of_maps.add_argument("--layer", type=positive_int, help="the layer in the figure, from 1 (the last)")
+    return p
+
+
+@torch.no_grad()
+def main(argv=None):
+    args = make_parser().parse_args(argv)
+    args.device = open_device(args.device)
+    if hasattr(args, "tokens_on") and args.tokens is None:
+        args.tokens = args.tokens_on["cuda" if args.device.type == "cuda" else "cpu"]
+    report.check_can_publish(args.out)
+    args.run(args)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError, ImportError) as e:
+        sys.exit(f"experiments.checkpoints: {e}")
