@@ -23,7 +23,9 @@ much token i takes from each token j <= i. Every map is made of weights w, a mas
     D_ij    1 for j <= i, and 0 for the future. With `decay` it is gamma^(i - j) for j <= i, so that
             a head forgets
 
-A differential arm has the difference of two maps, A = A_1 - lambda A_2, with a learned lambda.
+A differential arm has the difference of two maps, A = A_1 - lambda A_2, with a learned lambda. One
+map gives some weight to all tokens, also to those that don't matter. What two maps have in common
+cancels in their difference.
 
 Each kind of attention is written three times. A test checks that the three forms agree.
 
@@ -192,7 +194,9 @@ class Attention(nn.Module):
         self.lambda_init = self.config.lambda_init
         if self.lambda_init is None:
             self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)
-        self.subln_scale = 1 - self.lambda_init  # Eq. 3. It is used with the norm only
+        # Eq. 3: a row of A sums to about 1 - lambda_init, and the norm would take that away. It is
+        # used with the norm only
+        self.subln_scale = 1 - self.lambda_init
         self.lambda_q1 = nn.Parameter(torch.empty(self.head_dim))
         self.lambda_k1 = nn.Parameter(torch.empty(self.head_dim))
         self.lambda_q2 = nn.Parameter(torch.empty(self.head_dim))
@@ -248,14 +252,14 @@ class Attention(nn.Module):
         if rope is None:
             rope = self.rope(x)
         q, k, v, lam = self.project(x)
-        if state:
+        if state:  # it is filled
             y = self.step(q, k, v, lam, rope, state)  # (B, h, 1, d_v)
         else:
             if self.flash:
                 y = self.fast(q, k, v, lam, rope)  # (B, h, T, d_v)
             else:
                 y = self.attention_map(q, k, lam, rope).to(v.dtype) @ v  # (B, h, T, d_v)
-            if state is not None:
+            if state is not None:  # it is empty
                 self.fill(k, v, rope, state)
 
         if self.subln is not None:
@@ -355,7 +359,8 @@ def softmax_attention(q, k, v, rate, kernel):
         return flash_attention(q, k, v, rate)
     if kernel == "cudnn" and T == 1:
         kernel = "sdpa"  # cudnn refuses a single token
-    # the branches of a head read the same values. cudnn can do that, other kernels need a copy
+    # the branches of a head read the same values. cudnn can do that: with enable_gqa (grouped-query
+    # attention) the heads 2n and 2n+1 of q read head n of v. Other kernels need a copy
     shared_v = v.shape[1] < q.shape[1]
     if shared_v and kernel != "cudnn":
         v = v.repeat_interleave(2, dim=1)  # (B, H, T, d_v)
@@ -370,6 +375,34 @@ def softmax_attention(q, k, v, rate, kernel):
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=log_D, is_causal=log_D is None, scale=d**-0.5, enable_gqa=shared_v
         )
+
+
+def flash_attention(q, k, v, rate):
+    """softmax_attention by flash-attn 4, or by flash-attn 2 if that is missing or there is decay.
+
+    Not yet run on a GPU. Tests run it with stand-ins for both packages.
+    """
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, T, H, d)
+    d = q.shape[-1]
+    try:
+        from flash_attn.cute import flash_attn_func as flash_attn_4
+    except ImportError:
+        flash_attn_4 = None
+    if flash_attn_4 is not None and rate is None:
+        y, _ = flash_attn_4(q, k, v, softmax_scale=d**-0.5, causal=True)  # on Hopper d_v may be 2d
+        return y.transpose(1, 2)
+
+    from flash_attn import flash_attn_func as flash_attn_2
+
+    # log D = -rate (i - j) is what ALiBi adds to the scores, and calls rates slopes (2108.12409)
+    slopes = None if rate is None else rate.flatten().float()
+    parts = []
+    # it wants d_v = d. So V goes in two halves, like in the paper's FlashDiffAttn_2
+    for part in v.split(d, dim=-1):
+        y = flash_attn_2(q, k, part, softmax_scale=d**-0.5, causal=True, alibi_slopes=slopes)
+        parts.append(y)
+    return torch.cat(parts, dim=-1).transpose(1, 2)
 
 
 def phi(x):
@@ -390,17 +423,20 @@ def to_chunks(x):
 def chunkwise(q, k, v, rate):
     """y_i = sum over j <= i of gamma^(i - j) (q_i . k_j) v_j, without the T x T map.
 
-    A query reads its own chunk of tokens through a small map. It reads all earlier chunks through
-    one matrix that stands for them, the state S = sum over j of gamma^age k_j v_j^T, where the age
-    of j is the count of tokens after it.
+    Without an exp around q . k, the sum over j can be taken before the query comes:
 
-    q, k (B, H, T, f), v (B, H, T, d_v), rate = -log gamma (H, 1, 1). Returns (B, H, T, d_v). Here H
-    and f are any counts of heads and features, and q and k may have 1 in the place of B and H. The
-    cost is O(T), except for part 3 below: it grows with N^2 and is as large as part 2 at N = CHUNK,
-    that is at T = 4,096.
+        sum over j of (q . k_j) v_j = q S        with S = sum over j of k_j v_j^T, a matrix (f, d_v)
+
+    So a query reads its own chunk of tokens through a small map, and all earlier chunks through one
+    such matrix, the state, in which older keys have faded more.
+
+    q, k (B, H, T, f), v (B, H, T, d_v), rate = -log gamma (H, 1, 1). Returns (B, H, T, d_v). q and k
+    may have 1 in the place of B and H. The cost is O(T), except for part 3 below: it grows with N^2
+    and is as large as part 2 at N = CHUNK, that is at T = 4,096.
     """
     T = v.shape[2]
-    dtype = v.dtype  # under autocast the matmuls are in bf16, with sums in float32
+    # under autocast v is bf16. q, which was divided by z in float32, has to follow it
+    dtype = v.dtype
     q = to_chunks(q.to(dtype))  # (B, H, N, CHUNK, f) with N chunks
     k = to_chunks(k.to(dtype))
     v = to_chunks(v)
@@ -430,8 +466,9 @@ def chunkwise(q, k, v, rate):
 
 
 def decayed_cumsum(k, rate):
-    """sum over j <= i of gamma^(i - j) k_j, (B, H, T, d): k for the values, and all weights 1."""
-    one = k.new_ones(1, 1, k.shape[2], 1)  # queries and keys of a single feature, for all heads
+    """sum over j <= i of gamma^(i - j) k_j, (B, H, T, d)."""
+    # it is chunkwise with every q . k equal to 1, and with the keys in the place of the values
+    one = k.new_ones(1, 1, k.shape[2], 1)
     return chunkwise(one, one, k, rate)
 
 
@@ -785,34 +822,6 @@ def next_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
         probs[before >= top_p * total[:, -1:]] = 0
     # multinomial takes any weights, they need not sum to 1
     return tokens.gather(-1, torch.multinomial(probs, 1, generator=generator))
-
-
-def flash_attention(q, k, v, rate):
-    """The same by flash-attn 4, or by flash-attn 2 if that is missing or there is decay.
-
-    Not yet run on a GPU. Tests run it with stand-ins for both packages.
-    """
-    v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, T, H, d)
-    d = q.shape[-1]
-    try:
-        from flash_attn.cute import flash_attn_func as flash_attn_4
-    except ImportError:
-        flash_attn_4 = None
-    if flash_attn_4 is not None and rate is None:
-        y, _ = flash_attn_4(q, k, v, softmax_scale=d**-0.5, causal=True)  # on Hopper d_v may be 2d
-        return y.transpose(1, 2)
-
-    from flash_attn import flash_attn_func as flash_attn_2
-
-    # log D = -rate (i - j) is what ALiBi adds to the scores, and calls rates slopes (2108.12409)
-    slopes = None if rate is None else rate.flatten().float()
-    parts = []
-    # it wants d_v = d. So V goes in two halves, like in the paper's FlashDiffAttn_2
-    for part in v.split(d, dim=-1):
-        y = flash_attn_2(q, k, part, softmax_scale=d**-0.5, causal=True, alibi_slopes=slopes)
-        parts.append(y)
-    return torch.cat(parts, dim=-1).transpose(1, 2)
 
 
 def pick_kernel(model, name="auto", dtype=torch.float32):
