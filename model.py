@@ -157,7 +157,8 @@ class Attention(nn.Module):
     """What the four kinds share: projections, lambda, the difference, the norm.
 
     layer(x) takes (B, T, C) to (B, T, C), and layer.map(x) is its map, (B, h, T, T). The parameters
-    have the names of Microsoft's release. GPT draws their first values, see draw_parameter.
+    have the names and shapes of Microsoft's release, whose num_heads is our h. GPT draws their first
+    values, see draw_parameter.
     """
 
     branches = 1  # maps per head of values
@@ -172,7 +173,8 @@ class Attention(nn.Module):
         self.flash = config.flash
         self.kernel = "sdpa"  # computes softmax's fast form, see pick_kernel
         # an experiment may set this to a function that takes the scores, (B, H, T, T), and returns
-        # what the map form should use in their place. The other two forms don't call it
+        # what the map form should use in their place. (In linear attention that is the numerator
+        # and not z.) The other two forms don't call it
         self.score_hook = None
 
         # queries, keys and values of all heads side by side, and the projection of the output
@@ -430,9 +432,9 @@ def chunkwise(q, k, v, rate):
     So a query reads its own chunk of tokens through a small map, and all earlier chunks through one
     such matrix, the state, in which older keys have faded more.
 
-    q, k (B, H, T, f), v (B, H, T, d_v), rate = -log gamma (H, 1, 1). Returns (B, H, T, d_v). q and k
-    may have 1 in the place of B and H. The cost is O(T), except for part 3 below: it grows with N^2
-    and is as large as part 2 at N = CHUNK, that is at T = 4,096.
+    q, k (B, H, T, f), v (B, H, T, d_v), rate = -log gamma (H, 1, 1). Returns (B, H, T, d_v). q and
+    k may have 1 in the place of B and H. The cost is O(T), except for part 3 below: it grows with
+    N^2 and is as large as part 2 at N = CHUNK, that is at T = 4,096.
     """
     T = v.shape[2]
     # under autocast v is bf16. q, which was divided by z in float32, has to follow it
@@ -893,7 +895,7 @@ def open_device(name):
 
 
 def round_to_bf16(model):
-    """Cast the weights to bf16, for sampling. Not the lambda vectors: lambda would be 0.4 % off."""
+    """Cast the weights to bf16, for sampling. Not the lambda vectors, which lambda is sensitive to."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding, nn.RMSNorm)):
             module.bfloat16()
