@@ -133,12 +133,16 @@ def wrong(text, right):
     return argparse.ArgumentTypeError(f"{text!r} is not {right}")
 
 
-def number(text):
-    """A finite number."""
+def to_float(text):
+    """NaN for what is no number, so that one comparison refuses both."""
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
-        value = math.nan
+        return math.nan
+
+
+def number(text):
+    value = to_float(text)
     if not math.isfinite(value):
         raise wrong(text, "a finite number, like 0.5 or 1e-3")
     return value
@@ -159,12 +163,12 @@ def number_from_0(text):
 
 
 def whole_number(text, least):
-    """A whole number, which may be written as 1e9."""
+    """May be written as 1e9."""
     try:
-        value = int(text)  # with all digits of a long seed, for which a float has no room
+        value = int(text)  # keeps all digits of a long seed, for which a float has no room
     except ValueError:
-        value = number(text)
-    if value < least or value != int(value):
+        value = to_float(text)
+    if not value >= least or value % 1 != 0:
         raise wrong(text, f"a whole number from {least} on, like 12 or 1e9")
     return int(value)
 
