@@ -22,6 +22,7 @@ import os
 import platform
 import signal
 import sys
+import textwrap
 import time
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
@@ -44,7 +45,7 @@ from report import device_name
 # -----------------------------------------------------------------------------
 # settings
 
-# what the flags are when nobody gives them. what is not here has GPTConfig's default
+# the defaults of the flags. fields of the model that are not listed have GPTConfig's default
 PRESETS = {
     # a few minutes on two CPU cores, on text that every Python has
     "toy": dict(
@@ -63,8 +64,8 @@ PRESETS = {
 }
 PROMPT = "Once upon a time"  # at each evaluation the model goes on from here
 
-# bf16 FLOP/s without sparsity, by NVIDIA's data sheets. the first name that is part of the card's
-# counts, so the special ones stand before the plain one
+# bf16 FLOP/s without sparsity, from NVIDIA's data sheets. the first entry whose name is part of the
+# card's name counts, so "H100 PCIe" stands before "H100"
 PEAK = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 MODEL_FIELDS = [field.name for field in fields(GPTConfig)]
@@ -77,12 +78,12 @@ IDENTITY += ["steps", "eval_tokens", "tokenizer", "data_sha256"]
 
 @dataclass
 class TrainConfig:
-    """All settings of one run. They have the names of the flags, and --help says what they do."""
+    """All settings of one run, under the names of the flags. --help says what they do."""
 
     # what is trained, on what
     attn: str
     preset: str
-    data: Path | None  # None is the manual that ships with Python
+    data: Path | None  # None: the manual that ships with Python
     out: Path  # the folder of this run
     restart: bool
     # the model
@@ -90,7 +91,7 @@ class TrainConfig:
     n_head: int
     n_embd: int
     block_size: int
-    vocab_size: int | None  # the tokenizer's, so we don't know it before the data is open
+    vocab_size: int | None  # the tokenizer's, so it is not known before the data is open
     mlp_width: int | None
     rope_theta: float
     flash: bool
@@ -126,7 +127,7 @@ class TrainConfig:
 
 
 # -----------------------------------------------------------------------------
-# the types of the flags. argparse puts the flag's name before what they say of a wrong value
+# types of flags. when one of them complains, argparse puts the name of the flag in front
 
 
 def wrong(text, right):
@@ -134,7 +135,7 @@ def wrong(text, right):
 
 
 def to_float(text):
-    """NaN for what is no number, so that one comparison refuses both."""
+    """NaN for text that is no number, so that our comparisons refuse it, too."""
     try:
         return float(text)
     except ValueError:
@@ -163,9 +164,9 @@ def number_from_0(text):
 
 
 def whole_number(text, least):
-    """May be written as 1e9."""
+    """The int of a text like 12 or 1e9."""
     try:
-        value = int(text)  # keeps all digits of a long seed, for which a float has no room
+        value = int(text)  # keeps all digits of a long seed. a float would round it
     except ValueError:
         value = to_float(text)
     if not value >= least or value % 1 != 0:
@@ -188,7 +189,7 @@ def arm(text):
 
 
 def comma_list(of):
-    """One value or several: 1 or 1,2,3. One that comes twice counts once."""
+    """The type of a list: 1 or 1,2,3. A value that is repeated counts once."""
 
     def parse_list(text):
         return list(dict.fromkeys(of(part) for part in text.split(",")))
@@ -197,15 +198,21 @@ def comma_list(of):
 
 
 # -----------------------------------------------------------------------------
-# the flags. those that are not given stay None, and the preset fills them in
+# flags. those that are not given stay None, and the preset fills them in
+
+
+def describe_preset(name):
+    flags = [f"--{flag}={value}" for flag, value in PRESETS[name].items()]
+    return textwrap.fill(f"preset {name}: {' '.join(flags)}", 79, break_on_hyphens=False)
+
 
 parser = argparse.ArgumentParser(
     prog="train.py",
     usage="%(prog)s [--flag=value ...]    (--help lists the flags)",
     description=__doc__,
-    epilog="\n".join(f"preset {name}: {values}" for name, values in PRESETS.items()),
+    epilog="\n\n".join(describe_preset(name) for name in PRESETS),
     formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,  # whoever looks for --decay in a command must not miss --dec
+    allow_abbrev=False,  # nobody who looks for --decay in a command should miss --dec
 )
 switch = argparse.BooleanOptionalAction  # --name and --no-name
 # what is trained, on what
@@ -288,7 +295,7 @@ def parse(argv=None):
 
 
 def find_process(name):
-    """(number of this process, how many there are, its device). torchrun's environment has it."""
+    """(number of this process, how many there are, its device). torchrun sets the environment."""
     rank = int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     world = int(os.environ.get("WORLD_SIZE", 1))
@@ -321,15 +328,15 @@ def fit_sizes(settings, given):
     if settings["preset"] == "toy" and "total_batch" not in given:
         total_batch = batch_size * settings["block_size"]
 
-    # all processes get as many sequences, and all sequences are whole
+    # each process gets the same number of whole sequences
     least = settings["block_size"] * settings["world"]
     if total_batch % least != 0:
-        least = f"{least} (--block_size x processes)"
-        raise ValueError(f"--total_batch={total_batch} is not a multiple of {least}")
+        why = "(--block_size x processes)"
+        raise ValueError(f"--total_batch={total_batch} is not a multiple of {least} {why}")
     while total_batch % (batch_size * least) != 0:
         batch_size -= 1
 
-    # the preset has steps or tokens, but a flag beats both
+    # a preset has steps or tokens. either flag replaces either of them
     length = given if "steps" in given or "tokens" in given else settings
     steps = length["steps"] if "steps" in length else math.ceil(length["tokens"] / total_batch)
     tokens = steps * total_batch
@@ -350,8 +357,8 @@ def list_runs(settings, given, defaults):
         if several or "out" not in given:
             run["out"] = given.get("out", Path("out")) / run_name(run, defaults)
         if softmax_arms and attn not in softmax_arms:
-            run["kernel"] = "auto"  # a linear arm has none, and is told so only when it is alone
-        run["warmup"] = min(run["warmup"], run["steps"] - 1)  # a short run has to reach its peak
+            run["kernel"] = "auto"  # linear arms have no kernel, but here the flag is not for them
+        run["warmup"] = min(run["warmup"], run["steps"] - 1)  # so that a short run gets to its peak
         configs.append(TrainConfig(**run))
     return configs
 
@@ -384,7 +391,7 @@ class Data(NamedTuple):
     train: Shards
     val: Shards
     enc: tiktoken.Encoding
-    about: dict  # goes into the head of each log
+    about: dict  # what the log of each run says of it
 
 
 def open_data(config):
@@ -418,7 +425,7 @@ def load_sequences(data, numbers, config):
         problem = f"token {tokens.max()}, its tokenizer ends below {config.vocab_size}"
         raise ValueError(f"--data holds {problem}: prepare it anew")
     if config.device.type == "cuda":
-        return tokens.pin_memory().to(config.device, non_blocking=True)  # nobody waits for the copy
+        return tokens.pin_memory().to(config.device, non_blocking=True)  # we don't wait for it
     return tokens.to(config.device)
 
 
@@ -443,7 +450,7 @@ def batch(train, config, step, micro_step):
 
 
 def autocast(config):
-    """Matmuls in bf16 where the config wants that. Weights, norms and sums stay in float32."""
+    """Matmuls in bf16, if config.dtype says so. Weights, norms and long sums stay in float32."""
     return torch.autocast(config.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
 
 
@@ -458,15 +465,15 @@ def evaluate(model, val, config):
     n = min(max(1, wanted // config.block_size), val.sequences(config.block_size))
     losses = torch.zeros(n, device=config.device)
     for first in range(config.rank * B, n, config.world * B):
-        # the last batch begins anew to get full, else a smaller one would have to be compiled
+        # the last batch is filled up with the first sequences: a smaller one would be compiled anew
         tokens = load_sequences(val, [i % n for i in range(first, first + B)], config)
         with autocast(config):
             logits, _ = model(tokens[:, :-1], tokens[:, 1:])
         for i in range(first, min(first + B, n)):
             losses[i] = F.cross_entropy(upcast(logits[i - first]), tokens[i - first, 1:])
-        del logits  # the largest tensor here. the next ones need its room
+        del logits  # the largest tensor here, and the next ones need the room
     if config.world > 1:
-        dist.all_reduce(losses)  # a process leaves zeros where the others have been
+        dist.all_reduce(losses)  # each process left zeros for the sequences of the others
     return losses.cpu().double().mean().item()
 
 
@@ -490,14 +497,14 @@ def sample_text(model, enc, config, max_new_tokens=40):
 
 
 def learning_rate(step, config):
-    """The rate of update number step, from 0: in a line up to lr, then in a line down to 0."""
+    """The rate of update number step, from 0: linear up to lr, then linear down to 0."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     return config.lr * (config.steps - step) / (config.steps - config.warmup)
 
 
 def make_optimizer(model, lr, weight_decay):
-    """AdamW. It decays the matrices, the embedding among them, and no norm and no lambda."""
+    """AdamW. The matrices decay, the embedding among them, and norms and lambdas do not."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [
@@ -525,8 +532,8 @@ def training_step(model, optimizer, train, config, step):
     loss_sum = torch.zeros((), device=config.device)
     for micro_step in range(micro_steps):
         if config.world > 1:
-            # the processes need to average their gradients only once, behind the last micro-step.
-            # the official way is a no_sync() context around the others. this is all that it does
+            # the processes have to average their gradients only once, in the last micro-step. the
+            # official way is a no_sync() context around the others, and this is all that it does
             model.require_backward_grad_sync = micro_step == micro_steps - 1
         tokens = batch(train, config, step, micro_step)
         with autocast(config):
@@ -538,16 +545,16 @@ def training_step(model, optimizer, train, config, step):
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    # these are still tensors. to make numbers of them we would have to wait for the GPU
+    # both are still tensors. to make numbers of them we would have to wait for the GPU
     return Update(loss_sum / micro_steps, grad_norm, lr)
 
 
 def count_flops(config):
     """FLOPs of the forward and backward pass of one token in a full sequence.
 
-    PyTorch counts those of all matmuls while a copy of the model without numbers runs once. The
-    usual formula, 6N + 12LCT, would not do: it knows softmax attention only, and we want to compare
-    arms. Like that formula we count the masked half of a map as work.
+    PyTorch counts those of all matmuls, while a copy of the model without weights runs once. The
+    usual formula, 6N + 12LCT, is wrong for three of our arms: it is softmax attention's. We follow
+    it in counting the masked half of a map as work.
     """
     model = GPT(config.model_config(), seed=None)
     for block in model.blocks:
@@ -560,14 +567,14 @@ def count_flops(config):
 
 
 def full_speed(config, name):
-    """The tokens per second at which MFU is 100 %. None for a device whose peak is not in PEAK."""
-    for card, peak in PEAK.items():
-        if card in name:
-            try:
-                return peak * config.world / count_flops(config)
-            except RuntimeError:
-                break  # an arm from another file that can't do without numbers
-    return None
+    """The tokens per second at an MFU of 100 %. None if the peak of this device is not in PEAK."""
+    peaks = [peak for card, peak in PEAK.items() if card in name]
+    if not peaks:
+        return None
+    try:
+        return peaks[0] * config.world / count_flops(config)
+    except RuntimeError:
+        return None  # an arm from another file may not run without weights
 
 
 # -----------------------------------------------------------------------------
@@ -605,21 +612,21 @@ def make_head(config, about):
 
 
 class Clock(NamedTuple):
-    """From where on the speed is measured."""
+    """The step and the time since which we measure the speed."""
 
     step: int
     seconds: float
 
 
 def make_record(config, step, update, clock, speed_limit):
-    """The log's line of a step. An evaluation adds to it. At step 0 there is no update yet."""
+    """What the log says of a step. An evaluation adds to it. At step 0 there is no update yet."""
     record = dict(step=step, tokens=step * config.total_batch)
     record |= dict(train_loss=None, lr=None, grad_norm=None, tok_per_s=None, mfu=None)
     if update is None:
         return record
     if config.world > 1:
         dist.all_reduce(update.loss)
-    # item() waits for the device. the clock is read behind it, so the work in flight counts
+    # item() waits for the device. only then we read the clock, so that its work is in the time
     record["train_loss"] = update.loss.item() / config.world
     record["lr"] = update.lr
     record["grad_norm"] = update.grad_norm.item()
@@ -631,7 +638,7 @@ def make_record(config, step, update, clock, speed_limit):
 
 
 def format_record(record, config):
-    """The same line for the screen."""
+    """The line for the screen."""
     parts = [f"step {record['step']:>5}/{config.steps}"]
     if record["step"] > 0:
         left = round((config.tokens - record["tokens"]) / record["tok_per_s"])
@@ -651,7 +658,7 @@ def format_record(record, config):
 
 
 def not_finite(record):
-    """What is not finite in a record, in words. "" if all is well."""
+    """What is not finite in a record, "grad_norm nan" for example. "" if all is well."""
     floats = {name: value for name, value in record.items() if isinstance(value, float)}
     return ", ".join(f"{name} {x}" for name, x in floats.items() if not math.isfinite(x))
 
@@ -663,17 +670,17 @@ def not_finite(record):
 class Run(NamedTuple):
     """What a run works with. The three models share their weights."""
 
-    model: GPT  # is saved, and speaks
-    compiled: torch.nn.Module  # is evaluated. without --compile it is the model itself
-    parallel: torch.nn.Module  # is trained. in a single process it is the same as compiled
+    model: GPT  # to save and to sample
+    compiled: torch.nn.Module  # to evaluate. without --compile it is the model itself
+    parallel: torch.nn.Module  # to train. in a single process it is the same as compiled
     optimizer: torch.optim.Optimizer
     resumed: int | None  # the step of the checkpoint that we go on from, if there is one
     head: dict  # the first line of the log
 
 
 def refuse_another_run(folder, there, here):
-    """ValueError if two heads, of the run in a folder and of ours, are not of the same run."""
-    there = asdict(GPTConfig()) | there  # what an old run doesn't know yet had its default
+    """ValueError if the head of the run in a folder, there, is not that of our run, here."""
+    there = asdict(GPTConfig()) | there  # an old run may lack a new field, and had its default
     differences = []
     for name in IDENTITY:
         if there.get(name) != here[name]:
@@ -705,7 +712,7 @@ def start_or_resume(config, data):
     compiled = torch.compile(model) if config.compile else model
     parallel = compiled
     if config.world > 1:
-        # this waits for all processes, so all have looked into the folder before one writes there
+        # waits for all processes. so all of them have looked into the folder before one writes there
         parallel = torch.nn.parallel.DistributedDataParallel(compiled)
     return Run(model, compiled, parallel, optimizer, resumed, head)
 
@@ -731,14 +738,14 @@ def train_run(config, data, log_file):
         print0(f"goes on after step {run.resumed}")
 
     if config.rank == 0 and run.resumed is None:
-        # the checkpoint goes first: if we are killed here, nothing is left that looks like a run
+        # the old checkpoint goes first. if we are killed after that, nobody goes on from it
         (config.out / "ckpt.pt").unlink(missing_ok=True)
         log_file.truncate(0)
         write_log(log_file, run.head)
     elif config.rank == 0:
-        # what the log says of steps after the checkpoint comes again
+        # cut off what the log says of later steps than the checkpoint's: we make them again
         _, records = read_log(log_file.name)
-        kept = 1 + sum(record["step"] <= run.resumed for record in records)  # with the head
+        kept = 1 + sum(record["step"] <= run.resumed for record in records)  # 1 is the head
         lines = Path(log_file.name).read_bytes().splitlines(keepends=True)
         log_file.truncate(sum(len(line) for line in lines[:kept]))
 
@@ -752,7 +759,7 @@ def train_run(config, data, log_file):
 
 
 def train_loop(config, data, run, log_file):
-    """The steps of train_run."""
+    """The steps of a run, see train_run."""
     speed_limit = full_speed(config, run.head["device_name"])
     step = run.resumed or 0
     update = None
@@ -760,7 +767,7 @@ def train_loop(config, data, run, log_file):
     while True:
         last = step == config.steps
         stop = somebody_stops(config)  # by Ctrl-C or SIGTERM
-        new = step != run.resumed  # what is not new was logged and saved before
+        new = step != run.resumed  # the step that we resume at was logged and saved before
         evaluate_now = new and (last or step % config.eval_every == 0)
         log_now = new and (evaluate_now or step % config.log_every == 0)
         save_now = new and (last or stop or step % config.save_every == 0)
@@ -804,6 +811,7 @@ def train_loop(config, data, run, log_file):
 
 
 def give_up(config, record, log_file):
+    """Says why a run ends that is not finite."""
     bad = not_finite(record)
     write_log(log_file, dict(step=record["step"], tokens=record["tokens"], not_finite=bad))
     rest = "the last checkpoint stays, see --lr"
@@ -822,14 +830,14 @@ stop_requested = False  # whether this process got Ctrl-C or SIGTERM
 
 
 def request_stop(number, frame):
-    """A signal handler: finish the step, save and end. A second signal ends the process at once."""
+    """A signal handler: finish the step, save, end. A second signal ends the process at once."""
     global stop_requested
     stop_requested = True
     signal.signal(number, signal.SIG_DFL)
 
 
 def somebody_stops(config):
-    """Whether one of the processes was told to stop. Then all of them stop, behind the same step."""
+    """Whether a process was told to stop. Then all of them stop, after the same step."""
     if config.world == 1:
         return stop_requested
     votes = torch.tensor(int(stop_requested))  # on the CPU, where nobody waits for the GPU
@@ -845,8 +853,8 @@ def check_run(config, data):
     """ValueError if a run can't be trained, or if its folder holds another one."""
     head = make_head(config, data.about)
     if (config.out / "ckpt.pt").exists() and not config.restart:
-        # we ask the log what the checkpoint is of. it can be gigabytes large, so we read it only
-        # once, when it is its turn
+        # the log says whose checkpoint it is. the checkpoint may be gigabytes large: we read it once,
+        # when its turn comes
         there, _ = read_log(config.out / "log.jsonl")
         refuse_another_run(config.out, there, head)
 
@@ -879,7 +887,7 @@ def main(argv=None):
     data = open_data(shared)
     configs = [replace(config, vocab_size=data.enc.n_vocab) for config in configs]
     for config in configs:
-        check_run(config, data)  # all of them now: nobody likes to be refused hours later
+        check_run(config, data)  # all of them now: nobody wants to be refused after hours
     introduce(shared, data)
 
     outcomes = []
