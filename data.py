@@ -50,7 +50,7 @@ class Shards:
         """The shards *_<split>_<number>.bin of a folder. They stay on the disk, mapped into memory."""
         paths = sorted(Path(folder).glob(f"*_{split}*.bin"))  # the numbers have leading zeros
         if not paths:
-            raise ValueError(f"no *_{split}_*.bin in {folder}: python prepare_fineweb.py makes them")
+            raise ValueError(f"no *_{split}_*.bin in {folder}: `python prepare_fineweb.py` makes them")
         return cls(read_shard(path) for path in paths)
 
     def sequences(self, T):

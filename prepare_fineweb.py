@@ -35,7 +35,7 @@ def positive_int(text):
     except ValueError:
         value = 0
     if value < 1 or value % 1 != 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number like 500 or 1e9")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on, like 1e9")
     return int(value)
 
 

@@ -3,7 +3,6 @@ import gzip
 import json
 import os
 import random
-import runpy
 import shutil
 import signal
 import subprocess
@@ -18,8 +17,9 @@ from pydoc_data.topics import topics
 
 import prepare_fineweb
 from data import EOT, SHARDS, Shards, get_tokenizer, load_data, load_manifest, lock, read_shard
+from helpers import TOP, complaint, contents
 
-PROGRAM = Path(prepare_fineweb.__file__)
+PROGRAM = str(TOP / "prepare_fineweb.py")
 BYTES_EOT = 256
 
 
@@ -28,7 +28,7 @@ def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-# ----- what the tests have in common
+# what the tests have in common
 
 
 def random_documents(n, seed=0):
@@ -40,7 +40,7 @@ def random_documents(n, seed=0):
 def write_source(path, texts):
     """Writes texts to a file of the kind that its suffix names; without one, to a folder of two parquet files."""
     path = Path(path)
-    table = pd.DataFrame({"other": texts, "text": texts})
+    table = pd.DataFrame({"other": texts, "text": texts})  # only one of the columns is wanted
     if path.suffix == ".txt":
         path.write_text("".join(texts), newline="")
     elif path.suffix == ".parquet":
@@ -52,7 +52,7 @@ def write_source(path, texts):
         config = "configs: [{config_name: small, data_files: '*.parquet'}]"
         (path / "README.md").write_text(f"---\n{config}\n---\n")
         table[:150].to_parquet(path / "0.parquet")
-        table[150:].to_parquet(path / "1.parquet", row_group_size=100)
+        table[150:].to_parquet(path / "1.parquet", row_group_size=100)  # several row groups
 
 
 def prepare(source, out, *flags):
@@ -72,8 +72,8 @@ def interrupted_replace(old, new):
         signal.raise_signal({int(stop_with)})
     replace(old, new)
 os.replace = interrupted_replace
-sys.path.insert(0, {str(PROGRAM.parent)!r})
-runpy.run_path({str(PROGRAM)!r}, run_name="__main__")
+sys.path.insert(0, {str(TOP)!r})
+runpy.run_path({PROGRAM!r}, run_name="__main__")
 """
     arguments = [f"--source={source}", f"--out={out}", "--tokenizer=bytes", "--procs=2", *flags]
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
@@ -100,7 +100,7 @@ def tokens_of(folder):
 
 def shards_of(folder):
     """The content of every shard, by its name."""
-    return {path.name: path.read_bytes() for path in Path(folder).glob("*.bin")}
+    return contents(folder, "*.bin")
 
 
 def write_shard(path, tokens):
@@ -109,7 +109,7 @@ def write_shard(path, tokens):
     Path(path).write_bytes(header.tobytes() + np.array(tokens, "<u2").tobytes())
 
 
-# ----- tokenizers
+# tokenizers
 
 
 def test_gpt2_gives_the_tokens_of_tiktoken():
@@ -138,7 +138,7 @@ def test_bytes_are_their_own_tokens():
         get_tokenizer("words")
 
 
-# ----- reading
+# reading
 
 
 def test_a_sequence_may_lie_across_shards():
@@ -158,8 +158,9 @@ def test_a_fingerprint_tells_data_apart():
     tokens = np.arange(3_000_000, dtype="<u2")
     fingerprint = Shards([tokens]).fingerprint()
     assert fingerprint == Shards([tokens.copy()]).fingerprint()
-    assert fingerprint != Shards([tokens[:-1]]).fingerprint()
+    assert fingerprint != Shards([np.delete(tokens, 1_500_000)]).fingerprint()
     assert fingerprint != Shards([tokens[:10], tokens[10:]]).fingerprint()
+    # it reads the ends alone: a change in the middle is seen by the length, if at all
     for changed in (0, 999_999, -1_000_000, -1):
         others = tokens.copy()
         others[changed] += 1
@@ -182,17 +183,18 @@ def test_shards_without_a_manifest_are_gpt2():
 def test_what_is_no_whole_shard_is_refused():
     write_shard("made/x_train_1.bin", [1, 2, 3])
     whole = Path("made/x_train_1.bin").read_bytes()
-    with pytest.raises(ValueError, match=r"no \*_val_\*.bin in made: python prepare_fineweb.py"):
+    with pytest.raises(ValueError, match=r"no \*_val_\*.bin in made: `python prepare_fineweb.py`"):
         load_data(Path("made"))
     for content in (whole[:-1], whole + b"\0\0"):
         Path("made/x_train_1.bin").write_bytes(content)
         with pytest.raises(ValueError, match="x_train_1.bin is cut or damaged: its header says 3 tokens"):
             load_data(Path("made"))
+    # nothing, half a header, zeros, another magic number
     for content in (b"", whole[:1000], bytes(2000), b"\1" + whole[1:]):
         Path("made/x_train_1.bin").write_bytes(content)
         with pytest.raises(ValueError, match="x_train_1.bin is not a token shard"):
             load_data(Path("made"))
-    with pytest.raises(ValueError, match="no .* in data/fineweb_edu: python prepare_fineweb.py"):
+    with pytest.raises(ValueError, match="no .* in data/fineweb_edu: `python prepare_fineweb.py`"):
         load_data(SHARDS)
     Path("made/manifest.json").write_text('{"tokenizer": "by')
     with pytest.raises(ValueError, match="manifest.json is damaged"):
@@ -222,7 +224,7 @@ def test_a_text_files_last_tenth_is_val():
         load_data(Path("snow.txt"))
 
 
-# ----- the manual that ships with Python
+# the manual that ships with Python
 
 
 def documents_of(split):
@@ -270,12 +272,13 @@ def test_another_split_of_the_manual_is_other_data(monkeypatch):
     assert load_data(None)[3]["data_sha256"] != before
 
 
-# ----- writing
+# writing
 
 
 @pytest.mark.parametrize("source", ["x.txt", "x.jsonl", "x.jsonl.gz", "x.parquet", "folder"])
 def test_goes_on_after_every_shard(source):
     texts = random_documents(400)
+    # what is between the two: a document over three shards, one that looks like two, an empty one
     texts += ["longer than a shard " * 2500, f"{EOT} is text, too\r\n\x00 \u2028", ""]
     texts += random_documents(300, seed=1)
     flags = ["--shard_tokens=2e4", "--val_tokens=3e3", "--name=small"]
@@ -335,7 +338,7 @@ def test_a_full_disk_loses_nothing():
     write_source("x.jsonl", random_documents(150))
     run = ["x.jsonl", "o", "--shard_tokens=4e3"]
     prepare(*run, "--tokens=4e3")
-    Path("o/shard.tmp").symlink_to("/dev/full")
+    Path("o/shard.tmp").symlink_to("/dev/full")  # where every write fails
     with pytest.raises(ValueError, match=r"x.jsonl -> o: \[Errno 28\] No space left on device"):
         prepare(*run)
     assert len(load_manifest("o")["shards"]) == 1
@@ -391,6 +394,7 @@ def test_folders_of_something_else_are_refused():
         lock(file, "o")
         with pytest.raises(ValueError, match="another run is writing to o"):
             prepare(*run)
+    # another document in front, so that the one to go on in is another one; and too few documents
     write_source("x.jsonl", ["changed"] + texts)
     with pytest.raises(ValueError, match="the source has changed"):
         prepare(*run)
@@ -424,6 +428,7 @@ def test_pretokenized_shards_are_fetched_whole_and_in_order(monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.list_repo_files", list_files)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    # 2,000 tokens are too few, so two shards; val comes first, although its name does not
     prepare_fineweb.main(["--pretokenized", "--out=o", "--tokens=3e3"])
     assert fetched == ["finewebedu_val_000000.bin", "finewebedu_train_000001.bin"]
     prepare_fineweb.main(["--pretokenized", "--out=o"])
@@ -434,7 +439,7 @@ def test_pretokenized_shards_are_fetched_whole_and_in_order(monkeypatch):
 
 
 @pytest.mark.parametrize("flags, says", [
-    ("--shard_tokens=0", "--shard_tokens: '0' is not a whole number like 500 or 1e9"),
+    ("--shard_tokens=0", "--shard_tokens: '0' is not a whole number from 1 on, like 1e9"),
     ("--shard_tokens=1e10", "a shard has fewer than 2^31 tokens"),
     ("--tokens=1.9", "--tokens: '1.9' is not a whole number"),
     ("--tokens=inf", "--tokens: 'inf' is not a whole number"),
@@ -462,16 +467,10 @@ def test_bad_input_ends_in_one_line_and_no_shard(flags, says, monkeypatch, capsy
     pd.DataFrame({"text": ["x"]}).to_parquet("cut.parquet")
     Path("cut.parquet").write_bytes(Path("cut.parquet").read_bytes()[:-100])
     before = set(os.listdir())
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(sys, "argv", ["prepare_fineweb.py", "--tokenizer=bytes", "--out=o", *flags.split()])
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    with pytest.raises(SystemExit) as exit:
-        runpy.run_path(PROGRAM, run_name="__main__")
-    assert exit.value.code in (1, 2)
-    *usage, line = capsys.readouterr().err.splitlines()
-    assert line.startswith("prepare_fineweb.py: ")
-    assert says in line
-    assert usage == [] or usage[0].startswith("usage: ")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # or it would try for long
+    monkeypatch.setenv("COLUMNS", "1000")  # for the usage in one line
+    command = f"prepare_fineweb.py --tokenizer=bytes --out=o {flags}"
+    assert says in complaint(command, monkeypatch, capsys)
     assert set(os.listdir()) - {"o"} == before
     assert shards_of("o") == {}
 
@@ -483,21 +482,26 @@ def test_preparing_takes_less_than_600_MB():
     draw = np.random.default_rng(0)
     texts = ["".join(draw.choice(words, size=1000)) for _ in range(50_000)]  # some 5 kB each
     pd.DataFrame({"text": texts}).to_parquet("a.parquet", row_group_size=1000)
-    del texts
-    process = subprocess.Popen([sys.executable, PROGRAM, "--source=a.parquet", "--tokenizer=bytes", "--tokens=2e8"])
-    _, status, usage = os.wait4(process.pid, 0)
-    assert status == 0
+    # the system counts what its parent had when it was forked, so the parent is a small process
+    code = f"""
+import resource, subprocess
+command = [{sys.executable!r}, {PROGRAM!r}, "--source=a.parquet", "--tokenizer=bytes", "--tokens=2e8"]
+subprocess.run(command, check=True)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+    *_, kilobytes = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()
     assert len(read_shard(SHARDS / "finewebedu_train_000001.bin")) == 100_000_000
-    assert usage.ru_maxrss < 600e3  # kB
+    assert int(kilobytes) < 600e3
 
 
-# ----- the lock
+# the lock
 
 
 def test_without_fcntl_nothing_is_locked_and_data_can_be_read(monkeypatch):
     """As on Windows."""
-    code = f"import sys; sys.modules['fcntl'] = None; sys.path.insert(0, {str(PROGRAM.parent)!r}); import data"
+    code = f"import sys; sys.modules['fcntl'] = None; sys.path.insert(0, {str(TOP)!r}); import data"
     subprocess.run([sys.executable, "-c", code], check=True)
+    # two open files stand for two processes
     with open("a", "w") as first, open("a") as second:
         lock(first, "here")
         with pytest.raises(ValueError, match="another run is writing to here"):
