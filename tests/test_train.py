@@ -237,14 +237,14 @@ def test_a_run_writes_a_log_and_learns(story, capsys):
 
 
 def test_the_losses_of_the_log_are_those_of_the_model(story):
-    train_to_the_end([*TOY, "--steps=2", story, "--out=run"])
+    train_to_the_end([*TOY, "--steps=2", "--eval_tokens=1000", story, "--out=run"])
     last = train.read_log("run/log.jsonl")[1][-1]
     config = one_run(*TOY, "--steps=2", story)
     data = train.open_data(config)
     config.vocab_size = 257
     model = GPT.load("run/ckpt.pt")
 
-    # val: 256 tokens at most, but not more than the run trains on, which is as many
+    # not 1,000 tokens of val, but as many as the run trains on: 256
     sequences = [data.val.sequence(i, 32) for i in range(8)]
     tokens = torch.from_numpy(np.stack(sequences))
     with torch.no_grad():
@@ -536,14 +536,51 @@ def test_a_run_from_before_a_setting_existed_goes_on():
     flags = [*TOY, "--steps=4", "--out=run"]
     train_in_child(flags, kill_before=("train.training_step", 3))
     checkpoint = torch.load("run/ckpt.pt", weights_only=True)
-    del checkpoint["config"]["mlp_width"], checkpoint["run"]["mlp_width"]
-    torch.save(checkpoint, "run/ckpt.pt")
     head, *records = Path("run/log.jsonl").read_text().splitlines(keepends=True)
     old_head = json.loads(head)
-    del old_head["mlp_width"]
+    for setting in ("mlp_width", "decay", "subln_init"):
+        del checkpoint["config"][setting]
+        del checkpoint["run"][setting]
+        del old_head[setting]
+    torch.save(checkpoint, "run/ckpt.pt")
     Path("run/log.jsonl").write_text(json.dumps(old_head) + "\n" + "".join(records))
+    assert_value_error("decay is False there and True here", train.main, [*flags, "--decay"])
     train_to_the_end(flags)
     assert done_steps("run") == 4
+
+
+def test_the_log_is_on_the_disk_before_its_checkpoint(monkeypatch):
+    calls = []
+    fsync = os.fsync
+    replace = os.replace
+
+    def recorded_fsync(descriptor):
+        calls.append("fsync " + Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    def recorded_replace(source, target):
+        calls.append(f"replace {Path(target).name}")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "replace", recorded_replace)
+    train_to_the_end([*TOY, "--steps=1", "--save_every=1", "--out=run"])
+    save = ["fsync log.jsonl", "fsync ckpt.pt.tmp", "replace ckpt.pt"]
+    assert calls == save * 2  # of steps 0 and 1
+
+
+def test_both_programs_run_where_there_is_no_fcntl(story):
+    """As on Windows."""
+    program = f"""
+import sys
+sys.modules["fcntl"] = None
+import sample, train
+train.main({[*TOY, "--steps=1", story, "--out=run"]})
+sample.main(["--ckpt=run", "--max_new_tokens=3"])
+"""
+    environment = os.environ | {"PYTHONPATH": str(TOP)}
+    said = subprocess.check_output([sys.executable, "-c", program], env=environment, text=True)
+    assert "step     1/1" in said
 
 
 # several runs, several processes
