@@ -6,8 +6,8 @@ The paper's measurements of trained models. Each prints its tables and writes <o
     python -m experiments.checkpoints maps --ckpt out/diff --text="The cat sat on the mat."
 
 `--help` lists them, and `slices --help` says what one of them measures. A checkpoint is a file or the folder of
-a run. Checkpoints that differ in their seed alone are averaged: a ± is half of the 95 % interval. Tables,
-figures and sections are those of Differential Transformer, arXiv 2410.05258.
+a run. Checkpoints that differ in their seed alone are averaged. Tables, figures and sections are those of
+Differential Transformer, arXiv 2410.05258.
 """
 import argparse
 import math
@@ -30,7 +30,7 @@ from train import positive_int
 MANUAL = "pydoc_data.topics"  # what a run's log calls the manual that ships with Python
 
 
-# ---- checkpoints and their data ----
+# checkpoints and their data
 
 
 class Checkpoint(NamedTuple):
@@ -57,7 +57,8 @@ def open_checkpoints(args):
     models = []
     runs = []
     for path in args.ckpt:
-        path = path / "ckpt.pt" if path.is_dir() else path
+        if path.is_dir():
+            path = path / "ckpt.pt"
         if not path.exists():
             raise ValueError(f"--ckpt: there is no checkpoint {path}. train.py writes them")
         model = GPT.load(path, args.device).eval()
@@ -99,10 +100,10 @@ def open_text(args, checkpoints):
     for checkpoint in checkpoints:
         own = checkpoint.model.extra["tokenizer"]
         if own != tokenizer:
-            raise ValueError(f"{checkpoint.arm} has the tokenizer {own}, and {name} is in {tokenizer}")
+            raise ValueError(f"{checkpoint.arm} has the tokenizer {own}, {name} is in {tokenizer}")
         if args.data is None and checkpoint.run["data_sha256"] != what["data_sha256"]:
             raise ValueError(
-                f"{checkpoint.arm} was trained on other data than {name} is now: say which with --data"
+                f"{checkpoint.arm} was trained on other data than {name} is now: name it with --data"
             )
     block = min(checkpoint.model.config.block_size for checkpoint in checkpoints)
     if val.sequences(block) == 0:
@@ -154,17 +155,26 @@ def score_hook(model, hook):
             layer.score_hook = old_hook
 
 
-# ---- results ----
+# results
 
 
 def average(rows, values, keys=()):
-    """A data frame with a row for each arm: the means over its seeds of the columns `values`.
+    """A data frame with a row for each arm: the number of its seeds, and over them the mean and
+    standard deviation of each column of `values`.
 
     rows: a list of dicts, one for each checkpoint, with arm, seed, the columns `keys` and `values`.
     """
     import pandas as pd
 
-    return report.over_seeds(pd.DataFrame(rows), by=["arm", *keys], values=list(values))
+    by = ["arm", *keys]
+    table = []
+    for key, group in pd.DataFrame(rows).groupby(by, sort=False):
+        row = dict(zip(by, key)) | {"n": len(group)}
+        for value in values:
+            # each arm's own, not pooled: some of these numbers hardly differ and others very much
+            row[value] = report.MeanError(group[value].mean(), group[value].std())
+        table.append(row)
+    return pd.DataFrame(table)
 
 
 def publish(args, name, about, tables, figure, rows):
@@ -172,6 +182,7 @@ def publish(args, name, about, tables, figure, rows):
     import pandas as pd
 
     about = report.conditions(args.device, dtype="float32", **about)
+    about["±"] = "standard deviation over n seeds"
     report.publish(args.out, name, about, tables, figure, pd.DataFrame(rows))
 
 
@@ -184,7 +195,7 @@ def to_long(rows, columns, x, y):
     return df.melt(rest, list(columns), var_name=x, value_name=y)
 
 
-# ---- slices ----
+# slices
 
 
 def ngrams(tokens, n, base):
@@ -259,7 +270,7 @@ def slices(args):
     publish(args, "slices", about, tables, figure, rows)
 
 
-# ---- position and context ----
+# position and context
 
 
 def windowed_losses(model, tokens):
@@ -302,7 +313,8 @@ def position(args):
     text = open_text(args, checkpoints)
     length = args.length or 4 * text.block
     if text.val.sequences(length) == 0:
-        raise ValueError(f"the val split has {text.val.tokens:,} tokens, too few for --length={length}")
+        tokens = text.val.tokens
+        raise ValueError(f"the val split has {tokens:,} tokens, too few for --length={length}")
     ends = position_ends(length, text.block)
     starts = [0, *ends[:-1]]
     spans = [f"{start + 1:,} to {end:,}" for start, end in zip(starts, ends)]
@@ -335,14 +347,25 @@ def position(args):
 def draw_position(curves, block):
     import pandas as pd
 
+    df = pd.DataFrame(curves)
     figure, (ax,) = report.new_figure(size=(9, 5))
-    report.line_plot(ax, pd.DataFrame(curves), "end", "loss", by="arm", seed="seed")
+    report.line_plot(ax, df, "end", "loss", by="arm", seed="seed")
     ax.axvline(block, color="black", linewidth=0.8, linestyle=":")
-    ax.set(xscale="log", xlabel="position in the text (dotted: the end of the trained block)",
+    label_powers(ax, df["end"])
+    ax.set(xlabel="position in the text (dotted: the end of the trained block)",
            ylabel="val loss, nats per token")
     report.label_ends(ax)
-    report.add_title(figure, "The loss of the tokens up to a position from the last point on")
+    title = "The loss by position: each point is the mean of the tokens since the point before"
+    report.add_title(figure, title)
     return figure
+
+
+def label_powers(ax, numbers):
+    """A logarithmic x axis with these numbers as its ticks."""
+    ax.set_xscale("log")
+    ticks = sorted(set(numbers))
+    ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    ax.minorticks_off()
 
 
 def cut_losses(model, windows):
@@ -393,7 +416,8 @@ def context(args):
     df["context"] = df["context"].str.replace(",", "").astype(int)
     figure, (ax,) = report.new_figure(size=(9, 5))
     report.line_plot(ax, df, "context", "cost", by="arm", seed="seed")
-    ax.set(xscale="log", xlabel="tokens of context that are left",
+    label_powers(ax, args.contexts)
+    ax.set(xlabel="tokens of context that are left",
            ylabel="loss above that with all, nats per token")
     report.label_ends(ax)
     report.add_title(figure, "How much of the loss needs more context")
@@ -401,7 +425,7 @@ def context(args):
     publish(args, "context", about, tables, figure, rows)
 
 
-# ---- outliers, residual ----
+# outliers, residual
 
 
 class Extremes:
@@ -470,11 +494,18 @@ def outliers(args):
 
 
 def draw_outliers(rows):
-    """For each arm the largest value and the median."""
-    df = to_long(rows, ["median", "top-1"], "which", "value").sort_values("of", kind="stable")
+    """For each arm the median and the largest value, a dot for each seed."""
+    import pandas as pd
+
+    df = pd.DataFrame(rows).sort_values("of", kind="stable")
     df["row"] = df["arm"] + ": " + df["of"]
-    figure, (ax,) = report.new_figure(size=(10, 2 + 0.5 * df["row"].nunique()))
-    report.dot_plot(ax, df, "value", row="row", condition="which")
+    names = list(df["row"].unique())
+    heights = df["row"].map(names.index)
+    figure, (ax,) = report.new_figure(size=(10, 2 + 0.5 * len(names)))
+    ax.plot(df["median"], heights, "o", color="black", markerfacecolor="white", markersize=8)
+    ax.plot(df["top-1"], heights, "o", color="black", markersize=8)
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.5, -0.5)
     ax.set(xscale="log", xlabel="absolute value")
     report.add_title(figure, "The median (hollow) and the largest value (filled)")
     return figure
@@ -519,9 +550,11 @@ def residual(args):
     names = list(norms)
     table = average(rows, names, keys=["at"])
     df = to_long(rows, names, "layer", "norm")
+    df["layer"] = df["layer"].map(names.index)  # a line goes from left to right by numbers
     figure, axes = report.new_figure(columns=2, size=(14, 5))
     for ax, when in zip(axes, ("start", "end")):
         report.line_plot(ax, df[df["at"] == when], "layer", "norm", by="arm", seed="seed")
+        ax.set_xticks(range(len(names)), names)
         ax.set(ylabel="length of a token's vector", title=f"at the {when} of training")
         report.label_ends(ax)
     report.add_title(figure, "The residual stream by layer")
@@ -530,7 +563,7 @@ def residual(args):
     publish(args, "residual", about, tables, figure, rows)
 
 
-# ---- quant ----
+# quant
 
 
 def round_scores(S, bits, dims):
@@ -575,7 +608,8 @@ def quant(args):
     }
     df = to_long(above, names, "scores", "above")
     figure, (ax,) = report.new_figure(size=(9, 5))
-    report.line_plot(ax, df.assign(bits=df["scores"].str[0].astype(int)), "bits", "above", by="arm", seed="seed")
+    df["bits"] = df["scores"].str[0].astype(int)
+    report.line_plot(ax, df, "bits", "above", by="arm", seed="seed")
     ax.set(xlabel="bits of a score", ylabel="val loss above that of exact scores", xticks=[4, 6, 8])
     report.label_ends(ax)
     report.add_title(figure, "What it costs to round the scores")
@@ -583,7 +617,7 @@ def quant(args):
     publish(args, "quant", about, tables, figure, rows)
 
 
-# ---- hellaswag ----
+# hellaswag
 
 
 def score_story(model, enc, story, block):
@@ -613,7 +647,8 @@ def hellaswag(args):
     try:
         stories = datasets.load_dataset(args.source, split="validation")
     except Exception as e:  # no network, no folder, no such split: of many classes
-        raise ValueError(f"can't read HellaSwag from --source={args.source}, a folder will do: {e}") from None
+        why = f"can't read HellaSwag from --source={args.source}, a folder will do: {e}"
+        raise ValueError(why) from None
     stories = stories.select(range(min(args.limit, len(stories)))).to_list()
     block = min(checkpoint.model.config.block_size for checkpoint in checkpoints)
     rows = []
@@ -641,7 +676,7 @@ def hellaswag(args):
     publish(args, "hellaswag", about, {"HellaSwag, zero-shot": table}, figure, rows)
 
 
-# ---- maps ----
+# maps
 
 
 def attention_maps(model, idx):
@@ -705,9 +740,11 @@ def maps(args):
                 rows.append(dict(arm=arm, seed=seed, layer=depth, map=name) | numbers)
         if arm not in shown:  # the first of the seeds
             shown[arm] = {name: A[0].float().cpu() for name, A in found[layer - 1].items()}
-    words = [enc.decode([t]).replace(" ", "␣").replace("\n", "↵").replace("$", r"\$") for t in tokens]
+    words = [enc.decode([token]).replace(" ", "␣").replace("\n", "↵") for token in tokens]
+    words = [word.replace("$", r"\$") for word in words]  # matplotlib takes a $ for mathematics
     values = ["smallest", "largest", "sum of a row", "negative share", "on the first token"]
-    tables = {"Attention maps (shares are of absolute values)": average(rows, values, ["layer", "map"])}
+    table = average(rows, values, keys=["layer", "map"])
+    tables = {"Attention maps (shares are of absolute values)": table}
     about = {"text": repr(args.text), "layer shown": layer}
     publish(args, "maps", about, tables, draw_maps(shown, words, layer), rows)
 
@@ -723,8 +760,11 @@ def draw_maps(shown, words, layer):
     columns = max(len(of_arm) for of_arm in panels.values())
     size = (3.1 * columns + 1, 3.3 * len(panels) + 1)
     figure, axes = report.new_figure(rows=len(panels), columns=columns, size=size)
-    entries = torch.cat([A[A != 0].abs() for of_arm in panels.values() for A in of_arm.values()])
-    largest = entries.quantile(0.99).item()  # the few that are larger would leave no colour for the rest
+    entries = []
+    for of_arm in panels.values():
+        entries += [A[A != 0].abs() for A in of_arm.values()]
+    # the few that are larger would leave no colour for the rest
+    largest = torch.cat(entries).quantile(0.99).item()
     for number, (arm, of_arm) in enumerate(panels.items()):
         of_row = axes[number * columns : (number + 1) * columns]
         for ax in of_row[len(of_arm) :]:
@@ -744,7 +784,7 @@ def draw_maps(shown, words, layer):
     return figure
 
 
-# ---- the command line ----
+# the command line
 
 
 def comma_list(text):
@@ -757,7 +797,8 @@ def add_verb(verbs, run):
     about = " ".join(run.__doc__.split())
     p = verbs.add_parser(run.__name__, help=run.__doc__.splitlines()[0], description=about)
     p.set_defaults(run=run)
-    p.add_argument("--ckpt", type=Path, nargs="+", required=True, help="checkpoints, or runs' folders")
+    p.add_argument("--ckpt", type=Path, nargs="+", required=True,
+                   help="checkpoints, or the folders of runs")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
                    help="cuda, cpu, ... (%(default)s)")
     p.add_argument("--out", type=Path, default=Path("out/checkpoints"),
@@ -815,7 +856,8 @@ def make_parser():
     of_maps = add_verb(verbs, maps)
     of_maps.add_argument("--text", default="The cat sat on the mat.",
                          help="what the maps are of (%(default)s)")
-    of_maps.add_argument("--layer", type=positive_int, help="the layer in the figure, from 1 (the last)")
+    of_maps.add_argument("--layer", type=positive_int,
+                         help="the layer in the figure, from 1 (the last)")
     return p
 
 

@@ -99,18 +99,17 @@ def refuse_other_settings(rows, flags, runs, rates=None):
     """ValueError if a folder holds runs with other settings than those asked for now. It names them."""
     free = ["seed", "lr"] if rates else ["seed"]  # the rates tried earlier count as tried
     configs = {row: train.parse([*flags, *own])[0] for row, own in rows.items()}
-    for run in runs.itertuples():
-        if run.row not in rows:
-            continue
-        config = configs[run.row]
+    for run in runs[runs["row"].isin(configs)].itertuples():
+        differences = []
         for name in train.IDENTITY:
-            now = getattr(config, name, None)  # what only the data say is not known yet
-            if name in free or now is None:
-                continue
-            if run.head.get(name) != now:
-                there = run.head.get(name)
-                raise ValueError(f"{run.folder} was trained with {name} {there!r}, which is {now!r} "
-                                 "now: choose another --out")
+            now = getattr(configs[run.row], name, None)
+            there = run.head.get(name)
+            # None is what only the data say, which are not open yet
+            if name not in free and now is not None and there != now:
+                differences.append(f"{name} is {there!r} there and {now!r} here")
+        if differences:
+            what = ", ".join(differences)
+            raise ValueError(f"{run.folder} is another run's: {what}. Choose another --out")
     if runs["data_sha256"].nunique() > 1:
         names = ", ".join(runs["data"].unique())
         raise ValueError(f"the runs in one --out were trained on different data: {names}")
@@ -275,6 +274,12 @@ class Result(NamedTuple):
     rates: dict  # caption and table of the loss by rate, if several were tried
 
 
+def conditions(runs):
+    """What the runs were made with. Where they differ, all values are there."""
+    names = ["device_name", "torch", "dtype", "data", "steps", "total_batch", "date"]
+    return {name: ", ".join(map(str, runs[name].unique())) for name in names}
+
+
 def collect(rows, args):
     """The Result of the runs below args.out. ValueError if no row is far enough to be reported."""
     every_run = read_runs(args.out)
@@ -282,9 +287,7 @@ def collect(rows, args):
     runs = reported(rows, args.seed, every_run, args.rates, args.choose_on)
     if runs.empty:
         raise ValueError(f"no row below {args.out} is far enough to be published")
-    # where the runs differ in a condition all of its values are there
-    names = ["device_name", "torch", "dtype", "data", "steps", "total_batch", "date"]
-    about = {name: ", ".join(map(str, runs[name].unique())) for name in names}
+    about = conditions(runs)
     about["seeds"] = ", ".join(map(str, sorted(runs["seed"].unique())))
     about["±"] = "half of the 95 % interval"
     rates = {}
