@@ -186,7 +186,10 @@ def compared_rate(mine, args):
     # a rate is out if one of the runs that would be compared diverged there
     later = mine[mine["seed"].isin([*args.seed, *more_seeds(args)])]
     diverged = set(later["lr"][later["loss"].isna()])
-    return next((rate for rate in [best, *others] if rate not in diverged), None)
+    for rate in [best, *others]:
+        if rate not in diverged:
+            return rate
+    return None
 
 
 def compared_runs(rows, args):
@@ -281,13 +284,14 @@ def with_equal_time(rows, speeds, minutes, flags):
 
 def train_all(rows, flags, args):
     left = runs_left(rows, args)
-    print(f"{len(rows)} arms, {sum(left.values())} runs are left, or a few more where a best rate is "
-          "at an edge, a run diverges or a comparison is undecided", flush=True)
+    print(f"{len(rows)} arms, {sum(left.values())} runs are left, or a few more where a best rate "
+          "is at an edge, a run diverges or a comparison is undecided", flush=True)
     speeds = measure_speeds(rows, flags, args.out)
     tokens = train.parse(flags)[0].tokens
     seconds = 0
     for row, speed in speeds.items():
-        seconds += left[row] * (60 * args.minutes if args.minutes else tokens / speed)
+        of_a_run = 60 * args.minutes if args.minutes else tokens / speed
+        seconds += left[row] * of_a_run
     print(f"\nabout {seconds / 3600:,.2f} hours are left for one process on this machine, "
           "without compilation and evaluations", flush=True)
     if args.minutes:
@@ -309,7 +313,7 @@ def bytes_per_token(flags):
     wanted = max(1, min(config.eval_tokens, config.tokens) // T)  # as in train.evaluate
     n = min(wanted, data.val.sequences(T))
     total = 0
-    for i in range(n):
+    for i in range(n):  # and not all at once, because a list of ten million tokens is large
         targets = data.val.sequence(i, T)[1:]
         text = targets[targets != data.enc.eot_token]
         total += len(data.enc.decode_bytes(text.tolist()))
@@ -329,7 +333,7 @@ def arms_table(rows, compared, every_run, size, args):
     for row, mine in every_run.groupby("row", sort=False):
         diverged = int(mine["loss"].isna().sum())
         group = compared[compared["row"] == row]
-        if group.empty:
+        if group.empty:  # it is not that far, or it has diverged at each rate
             table.append({"arm": row, "flags": " ".join(rows[row]), "diverged": diverged})
             continue
         tried = mine["lr"][mine["seed"].isin(args.choose_on)]
@@ -398,14 +402,17 @@ def publish_plan(rows, compared, every_run, size, args):
         "Val loss by rate, mean over the seeds that chose": toy.rates_table(
             every_run, rows, args.choose_on),
     }
+    # where only some of the arms were trained, there may be nothing to compare
+    tables = {caption: table for caption, table in tables.items() if len(table)}
     figure, (left, right) = report.new_figure(columns=2, size=(16, 5.5))
     report.dot_plot(left, compared, "loss", row="row")
     left.set(xlabel="val loss, nats per token")
     right.axvspan(-MATTERS, MATTERS, color="#E6E6E6", linewidth=0)  # what does not matter
-    toy.draw_differences(right, primary, "comparison", {"nats per token": (True, 0)})
-    right.set(xlabel="difference, nats per token; left: the first is better; grey: does not matter")
-    verdicts = primary["comparison"] + ": " + primary["verdict"]
-    report.add_title(figure, "; ".join(verdicts) or "No comparison is complete yet")
+    labels = primary["comparison"].str.replace(" − ", "\n− ") + ":\n" + primary["verdict"]
+    labelled = primary.assign(label=labels)
+    toy.draw_differences(right, labelled, "label", {"nats per token": (True, 0)})
+    right.set(xlabel="difference, nats per token\nleft: the first is better; grey: does not matter")
+    report.add_title(figure, "Is a difference of two maps better than one? Left of the grey it is")
     about = conditions(compared, size, args)
     report.publish(args.out, "gpt2", about, tables, figure, every_run)
 
