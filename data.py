@@ -187,12 +187,14 @@ def byte_tokens(texts):
 
 
 def lock(file, folder):
-    """Takes a folder until file, an open file in it, is closed. ValueError if another process has it."""
+    """Locks a folder until file, an open file in it, is closed. ValueError if it is locked already."""
     try:
         import fcntl
     except ImportError:
-        return  # on Windows nobody watches
+        return  # Windows has no fcntl, so there is no lock
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(f"another run is writing to {folder}") from None
+    except OSError:
+        return  # some network file systems have no locks

@@ -5,7 +5,7 @@ Text to token shards: FineWeb-Edu, or any text of yours. data.py describes the f
     python prepare_fineweb.py --pretokenized       # the same, ready from the hub: minutes, not an hour
     python prepare_fineweb.py --source=novel.txt --out=data/novel --val_tokens=1e5
 
-The first shard is val, the others are train. Stop it whenever you like: the same command goes on after
+The first shard is val, the others are train. Stop it whenever you like: the same command resumes after
 the last whole shard, and ends in the same bytes.
 """
 import argparse
@@ -266,10 +266,12 @@ def main(argv=None):
         args.name = args.name or "sample-10BT"
     if args.val_tokens is None:
         args.val_tokens = args.shard_tokens
+    if args.pretokenized and args.tokenizer != "gpt2":
+        p.error("--pretokenized shards are in gpt2 tokens")
     if max(args.shard_tokens, args.val_tokens) >= 2**31:
         p.error("a shard has fewer than 2^31 tokens: its header counts them in an int32")
 
-    logging.disable()  # the libraries' errors and retries: what ends a run is one line
+    logging.disable()  # silences the libraries' retries and errors: we print the one that ends the run
     args.out.mkdir(parents=True, exist_ok=True)
     with open(args.out / ".lock", "w") as f:
         lock(f, args.out)
@@ -292,6 +294,6 @@ if __name__ == "__main__":
         print("prepare_fineweb.py:", e, file=sys.stderr)
         status = 1
     except KeyboardInterrupt:
-        print("prepare_fineweb.py: stopped, the same command goes on", file=sys.stderr)
+        print("prepare_fineweb.py: stopped, the same command resumes", file=sys.stderr)
         status = 1
     os._exit(status)  # pyarrow's threads can hang or abort a Python that ends in the usual way

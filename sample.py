@@ -25,7 +25,7 @@ parser = argparse.ArgumentParser(
 )
 # what to say
 parser.add_argument("--prompt", default="",
-                    help=f"the text to go on from (none: {EOT}, with which each document starts)")
+                    help=f"the text to continue (none: {EOT}, with which each document starts)")
 parser.add_argument("--ckpt", type=Path,
                     help="checkpoint, or the folder of a run (the newest one under out/)")
 parser.add_argument("--num_samples", type=positive_int, default=1,
@@ -65,7 +65,7 @@ def find_checkpoint(path):
 
 
 def load_model(path, device, bf16):
-    """The model of a checkpoint, made ready to speak."""
+    """The model of a checkpoint, made ready to generate."""
     model = GPT.load(path, device)
     pick_kernel(model, "auto", torch.bfloat16 if bf16 else torch.float32)
     if bf16:

@@ -1,5 +1,6 @@
 """
 Trains one GPT, or several in turn, and writes out/<run>/ckpt.pt and out/<run>/log.jsonl.
+The four kinds of attention are called arms.
 
 On a laptop, without data and without a network (minutes on two CPU cores):
 $ python train.py --attn=diff
@@ -10,10 +11,11 @@ $ python train.py --attn=softmax,diff,linear,diff_linear --seed=1,2,3
 On one machine with eight GPUs:
 $ torchrun --standalone --nproc_per_node=8 train.py --attn=diff
 
-Stop it whenever you like, with Ctrl-C or kill -9. The same command goes on where it stopped, and
-ends in the same bits as if nothing had happened. That works because the batch of a step is a pure
-function of (data, seed, step, rank, number of processes): there is no data loader whose state we
-would have to save. It also means that all arms see the same tokens in the same order.
+Stop it whenever you like, with Ctrl-C or kill -9. The same command resumes where it stopped, and
+on a CPU it ends in the same bits as if nothing had happened. (A GPU may add up in another order.)
+That works because the batch of a step is a pure function of (data, seed, step, rank, number of
+processes): there is no data loader whose state we would have to save. It also means that all arms
+see the same tokens in the same order.
 """
 import argparse
 import json
@@ -62,7 +64,7 @@ PRESETS = {
         eval_every=250, eval_tokens=10_485_760, log_every=10, save_every=250,
     ),
 }
-PROMPT = "Once upon a time"  # at each evaluation the model goes on from here
+PROMPT = "Once upon a time"  # what a sample at each evaluation starts with
 
 # bf16 FLOP/s without sparsity, from NVIDIA's data sheets. the first entry whose name is part of the
 # card's name counts, so "H100 PCIe" stands before "H100"
@@ -70,7 +72,7 @@ PEAK = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12,
 
 MODEL_FIELDS = [field.name for field in fields(GPTConfig)]
 OPTIMIZER_FIELDS = ["total_batch", "lr", "warmup", "weight_decay", "grad_clip", "seed"]
-# a run's identity: we refuse to go on in a folder whose run differs in one of these. flash is not
+# a run's identity: we refuse to resume in a folder whose run differs in one of these. flash is not
 # among them, because the map and the fast form compute the same function
 IDENTITY = [name for name in MODEL_FIELDS if name != "flash"] + OPTIMIZER_FIELDS
 IDENTITY += ["steps", "eval_tokens", "tokenizer", "data_sha256"]
@@ -212,7 +214,7 @@ parser = argparse.ArgumentParser(
     description=__doc__,
     epilog="\n\n".join(describe_preset(name) for name in PRESETS),
     formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,  # nobody who looks for --decay in a command should miss --dec
+    allow_abbrev=False,  # whoever searches a command for --decay has to find it
 )
 switch = argparse.BooleanOptionalAction  # --name and --no-name
 # what is trained, on what
@@ -226,7 +228,7 @@ group.add_argument("--data", type=Path,
 group.add_argument("--out", type=Path,
                    help="folder of the run, or with several runs the folder that holds theirs "
                         "(out/<attn>-<what differs from the preset>)")
-group.add_argument("--restart", action="store_true", help="train anew in a run's folder")
+group.add_argument("--restart", action="store_true", help="discard the run there and start over")
 # the model
 group = parser.add_argument_group("model")
 group.add_argument("--n_layer", type=positive_int, help="blocks (preset)")
@@ -423,7 +425,7 @@ def load_sequences(data, numbers, config):
     tokens = torch.from_numpy(np.stack(sequences))
     if tokens.max() >= config.vocab_size:
         problem = f"token {tokens.max()}, its tokenizer ends below {config.vocab_size}"
-        raise ValueError(f"--data holds {problem}: prepare it anew")
+        raise ValueError(f"--data holds {problem}: was another one used to prepare it?")
     if config.device.type == "cuda":
         return tokens.pin_memory().to(config.device, non_blocking=True)  # we don't wait for it
     return tokens.to(config.device)
@@ -674,7 +676,7 @@ class Run(NamedTuple):
     compiled: torch.nn.Module  # to evaluate. without --compile it is the model itself
     parallel: torch.nn.Module  # to train. in a single process it is the same as compiled
     optimizer: torch.optim.Optimizer
-    resumed: int | None  # the step of the checkpoint that we go on from, if there is one
+    resumed: int | None  # the step of the checkpoint that we resume from, if there is one
     head: dict  # the first line of the log
 
 
@@ -720,12 +722,12 @@ def start_or_resume(config, data):
 def train_run(config, data, log_file):
     """Trains one run, from where it stopped.
 
-    Returns "finished"; "stopped", if it was told to stop and can go on; or "diverged", if a loss is
+    Returns "finished"; "stopped", if it was told to stop and can be resumed; or "diverged", if a loss is
     not finite.
     """
     run = start_or_resume(config, data)
     if run.resumed == config.steps:
-        print0(f"{config.out}: finished, {config.steps} steps (--restart trains it anew)")
+        print0(f"{config.out}: finished, {config.steps} steps (--restart starts over)")
         return "finished"
 
     size = f"{run.head['parameters'] / 1e6:.2f} M parameters, seed {config.seed}"
@@ -735,10 +737,10 @@ def train_run(config, data, log_file):
     if kernel is not None:
         print0(f"kernel {kernel}" + (f" ({why})" if why else ""))
     if run.resumed is not None:
-        print0(f"goes on after step {run.resumed}")
+        print0(f"resumes after step {run.resumed}")
 
     if config.rank == 0 and run.resumed is None:
-        # the old checkpoint goes first. if we are killed after that, nobody goes on from it
+        # the old checkpoint goes first. if we are killed after that, nobody resumes from it
         (config.out / "ckpt.pt").unlink(missing_ok=True)
         log_file.truncate(0)
         write_log(log_file, run.head)
@@ -752,9 +754,9 @@ def train_run(config, data, log_file):
     outcome = train_loop(config, data, run, log_file)
     if outcome == "finished":
         path = config.out / "ckpt.pt"
-        print0(f'\nmore of it: python sample.py --ckpt={path} --prompt="{PROMPT}"')
+        print0(f'\nsample from it: python sample.py --ckpt={path} --prompt="{PROMPT}"')
     if outcome == "stopped" and config.restart:
-        print0("      but without --restart, or it begins anew")
+        print0("      but leave out --restart, or it starts over")
     return outcome
 
 
@@ -777,7 +779,7 @@ def train_loop(config, data, run, log_file):
         if log_now or save_now:
             record = make_record(config, step, update, clock, speed_limit)
 
-        # once in a while: evaluate, and let the model speak
+        # once in a while: evaluate, and sample from the model
         if evaluate_now:
             record["val_loss"] = evaluate(run.compiled, data.val, config)
             record["lambda"] = get_lambdas(run.model)
@@ -802,7 +804,7 @@ def train_loop(config, data, run, log_file):
         if last:
             return "finished"
         if stop:
-            print0(f"stopped after step {step} of {config.steps}: the same command goes on")
+            print0(f"stopped after step {step} of {config.steps}: the same command resumes")
             return "stopped"
 
         # a single training step
@@ -814,13 +816,13 @@ def give_up(config, record, log_file):
     """Says why a run ends that is not finite."""
     bad = not_finite(record)
     write_log(log_file, dict(step=record["step"], tokens=record["tokens"], not_finite=bad))
-    rest = "the last checkpoint stays, see --lr"
+    rest = "the last checkpoint is kept, try a lower --lr"
     print0(f"{config.out} stops at step {record['step']}: {bad}; {rest}", file=sys.stderr)
 
 
 def save_checkpoint(config, run, step, log_file):
     os.fsync(log_file.fileno())  # so that the log on the disk is never behind the checkpoint
-    # nobody goes on from a finished run, and the optimizer is twice as large as the model
+    # nobody resumes a finished run, and the optimizer is twice as large as the model
     state = run.optimizer.state_dict() if step < config.steps else None
     more = dict(tokenizer=run.head["tokenizer"], step=step, run=run.head, optimizer=state)
     run.model.save(config.out / "ckpt.pt", **more)
@@ -834,13 +836,15 @@ def request_stop(number, frame):
     global stop_requested
     stop_requested = True
     signal.signal(number, signal.SIG_DFL)
+    # print is not safe in a signal handler: it may have been interrupted itself
+    os.write(2, b"\nstopping after this step. Once more ends at once, without saving\n")
 
 
 def somebody_stops(config):
     """Whether a process was told to stop. Then all of them stop, after the same step."""
     if config.world == 1:
         return stop_requested
-    votes = torch.tensor(int(stop_requested))  # on the CPU, where nobody waits for the GPU
+    votes = torch.tensor(int(stop_requested))  # on the CPU, so that it does not wait for the GPU
     dist.all_reduce(votes)
     return votes.item() > 0
 
@@ -887,7 +891,7 @@ def main(argv=None):
     data = open_data(shared)
     configs = [replace(config, vocab_size=data.enc.n_vocab) for config in configs]
     for config in configs:
-        check_run(config, data)  # all of them now: nobody wants to be refused after hours
+        check_run(config, data)  # all of them now, so that an error comes before hours of training
     introduce(shared, data)
 
     outcomes = []

@@ -220,7 +220,7 @@ def train_if_free(own, row, seed, rate, flags, out):
 
 def goes_on(out):
     done = len(read_runs(out))
-    return f"stopped. {done} runs are finished, nothing is lost, and the same command goes on"
+    return f"stopped. {done} runs are finished, nothing is lost, and the same command resumes"
 
 
 def read_runs(out):

@@ -327,7 +327,7 @@ def test_ctrl_c_ends_in_one_line():
     run = ["x.jsonl", "o", "--shard_tokens=4e3"]
     child = prepare_in_child(*run, stop_with=signal.SIGINT, before_rename=4)
     assert child.returncode == 1
-    assert child.stderr == "prepare_fineweb.py: stopped, the same command goes on\n"
+    assert child.stderr == "prepare_fineweb.py: stopped, the same command resumes\n"
     assert len(load_manifest("o")["shards"]) == 1
     prepare(*run)
     prepare("x.jsonl", "whole", "--shard_tokens=4e3")

@@ -595,7 +595,7 @@ def test_a_comparison_goes_on_where_it_stopped(monkeypatch, capfd):
     train_in_child([*flags, "--kernel=sdpa"])  # the linear arm goes without
     said = capfd.readouterr().out
     assert said.count(": finished, 8 steps") == 4
-    assert said.count("goes on after step 2") == 1
+    assert said.count("resumes after step 2") == 1
     assert "python bench.py loss ." in said
 
     alone = [*toy, "--attn=mine", "--seed=2", "--lr=3e-3", "--out=alone"]
