@@ -63,11 +63,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 import report
+from experiments.grid import numbers
 from model import GPT, GPTConfig, distances, log_mask, phi
 
 QUERIES = 8
@@ -463,10 +465,15 @@ def train_group(runs, likes, choose_seeds, seeds):
 
 
 def train(runs, args):
-    for name in args.groups:
+    """Trains the arms of the groups that were asked for."""
+    names = args.groups.split(",")
+    for name in names:
+        if name not in GROUPS:
+            raise ValueError(f"--groups={name} is none of {', '.join(GROUPS)}")
+    for name in names:
         group = GROUPS[name]
         likes = [Run(arm, 0, 0, group.pairs, args.steps or group.steps) for arm in group.arms]
-        train_group(runs, likes, args.choose, args.seed)
+        train_group(runs, likes, args.choose_on, args.seed)
 
 
 def phase(runs, args):
@@ -508,8 +515,6 @@ def law(N=64, texts=2000, heads=4, d=16):
     softmax by its largest logit. In the second branch of diff_linear the keys have the other sign, so
     that the right pair has a dip where the first has a bump. bump and dip are the right pair's weight
     over a wrong pair's; the crowd m outvotes the right pair where (1 - lambda) m > bump - lambda dip."""
-    import pandas as pd
-
     mask = torch.ones(heads, 1, N)
     doses = []
     for std in (1.0, 3.0):
@@ -520,13 +525,13 @@ def law(N=64, texts=2000, heads=4, d=16):
         bump = (first[:, -1].mean() / first[:, :-1].mean()).item()
         dip = (second[:, -1].mean() / second[:, :-1].mean()).item()
         for lam in DOSE:
-            left = max(1 - lam, 1e-9)  # of the common weight
+            times = 1 / (1 - lam) if lam < 1 else math.inf
             doses.append({
                 "std of keys": std,
                 "lambda": lam,
                 "measured": failing_crowd(first - lam * second),
-                "m0 / (1 - lambda)": bump / left,
-                "(bump - lambda dip) / (1 - lambda)": (bump - lam * dip) / left,
+                "m0 / (1 - lambda)": bump * times,
+                "(bump - lambda dip) / (1 - lambda)": (bump - lam * dip) * times,
             })
     caps = []
     for tau in (1.0, 2.0, 3.0, 5.0):
@@ -542,8 +547,6 @@ def law(N=64, texts=2000, heads=4, d=16):
 
 def one_row_a_run(runs):
     """All finished runs as a data frame."""
-    import pandas as pd
-
     rows = []
     for row in runs.rows.values():
         row = dict(row)
@@ -563,8 +566,6 @@ def reported(df):
 def accuracy_table(df):
     """A row for each arm of one length: accuracy by crowd, and its mean over the crowds with the
     least and the largest of the seeds."""
-    import pandas as pd
-
     sizes = [f"m={m}" for m in crowds(df["pairs"].iloc[0])]
     rows = []
     for arm, group in df.groupby("arm", sort=False):
@@ -598,7 +599,6 @@ CONTRASTS = [
 
 def contrast_table(df):
     """Differences of mean accuracy with 95 % intervals (Welch's t: the spreads of arms differ)."""
-    import pandas as pd
     from scipy import stats
 
     rows = []
@@ -653,11 +653,11 @@ def draw_maps(figure, grid, steps, m=8):
     from matplotlib.patches import Rectangle
 
     maps, lam = example_maps(steps, m)
-    titles = ["$A_1$", "$A_2$", f"$A_1 - \\lambda A_2$,  $\\lambda$ = {lam:.2f}"]
+    titles = ["$A_1$, framed: what a query asks for", "$A_2$", f"$A_1 - \\lambda A_2$,  $\\lambda$ = {lam:.2f}"]
     limit = maps.abs().max().item()
     N = maps.shape[-1]
     for i, (A, title) in enumerate(zip(maps, titles)):
-        ax = figure.add_subplot(grid[i, 0])
+        ax = figure.add_subplot(grid[2 * i : 2 * i + 2, 0])
         ax.imshow(A.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
         ax.set(title=title, xticks=[], yticks=[], ylabel="queries")
         ax.grid(False)
@@ -671,8 +671,6 @@ def draw_maps(figure, grid, steps, m=8):
 
 def draw_accuracy(ax, df):
     """A line for each arm of SHOWN: accuracy by crowd."""
-    import pandas as pd
-
     df = df[df["arm"].isin(SHOWN)]
     rows = []
     for arm, label in SHOWN.items():
@@ -685,30 +683,40 @@ def draw_accuracy(ax, df):
 
 
 def draw_law(ax):
-    """The dose: where the crowd wins by lambda, on an untrained layer."""
+    """Where the crowd wins by lambda, on an untrained layer."""
     doses, _ = law()
     doses = doses[(doses["std of keys"] == 3) & (doses["lambda"] < 1)]
     lam = torch.linspace(0, 0.95, 100)
     alone = doses.iloc[0]["m0 / (1 - lambda)"]
     color = report.STYLE["diff_linear"]["color"]
-    ax.plot(lam, alone / (1 - lam), color="#777777", label="law: $m_0 / (1 - \\lambda)$")
-    ax.plot(doses["lambda"], doses["measured"], "o", markersize=8, color=color, label="measured")
-    ax.set(title="Untrained: the crowd that wins", xlabel="$\\lambda$")
-    ax.set(yscale="log", ylim=(1.5, 60))
+    ax.plot(lam, alone / (1 - lam), color="#777777")
+    ax.plot(doses["lambda"], doses["measured"], "o", markersize=8, color=color)
+    ax.text(0.55, 2.2, "law: $m_0 / (1 - \\lambda)$", color="#777777")
+    ax.set(title="Untrained: the crowd that wins", xlim=(-0.05, 1.05), yscale="log", ylim=(1.5, 60))
     ax.set_yticks([2, 5, 10, 20, 50], ["2", "5", "10", "20", "50"])
     ax.minorticks_off()
-    ax.legend(frameon=False, loc="upper left")
+
+
+def draw_dose(ax, df):
+    """Accuracy after training by the lambda that was held, a dot for each seed."""
+    df = df[df["arm"].isin(DOSES)]
+    lam = df["arm"].map({name: arm.frozen_lambda for name, arm in DOSES.items()})
+    color = report.STYLE["diff_linear"]["color"]
+    ax.plot(lam, df["mean accuracy"], "o", markersize=7, alpha=0.6, color=color)
+    ax.plot(df["mean accuracy"].groupby(lam).mean(), color=color, linestyle="--")
+    ax.set(title="Trained, $\\lambda$ held: accuracy", xlabel="$\\lambda$", xlim=(-0.05, 1.05))
 
 
 def draw_crowd(df, steps):
     """The figure that says it all: three maps, accuracy by crowd, and the dose with its law."""
-    figure, _ = report.new_figure(size=(15, 4.6))
+    figure, _ = report.new_figure(size=(15, 5.6))
     figure.clear()
-    grid = figure.add_gridspec(3, 3, width_ratios=(1.1, 1, 0.8))
-    report.add_title(figure, "One map gives every pair a share, and a crowd of pairs outvotes the "
-                             "right one. The difference of two maps takes that share away")
+    grid = figure.add_gridspec(6, 3, width_ratios=(1.1, 1, 0.7))
+    report.add_title(figure, "Each map gives every pair a share. The difference of two maps takes the "
+                             "common share away, and what is asked for remains")
     draw_maps(figure, grid, steps)
-    draw_law(figure.add_subplot(grid[:, 2]))
+    draw_law(figure.add_subplot(grid[:3, 2]))
+    draw_dose(figure.add_subplot(grid[3:, 2]), df)
     draw_accuracy(figure.add_subplot(grid[:, 1]), df)
     return figure
 
@@ -733,15 +741,16 @@ def draw_phase(df):
                 ax.text(j, i, f"{accuracy:.2f}", ha="center", va="center",
                         color="black" if accuracy > 0.6 else "white")
         border = np.interp([predicted_border(N) for N in lengths], PHASE_TAU, range(len(PHASE_TAU)))
-        ax.plot(range(len(lengths)), border, color="#D55E00", linewidth=3)
+        (line,) = ax.plot(range(len(lengths)), border, color="#D55E00", linewidth=3)
         ax.set(title=title, xlabel="pairs in the text")
         ax.set_xticks(range(len(lengths)), lengths)
         ax.set_yticks(range(len(PHASE_TAU)), [f"{tau:g}" for tau in PHASE_TAU])
         ax.grid(False)
     axes[0].set_ylabel("largest logit $\\tau$")
     figure.colorbar(image, ax=axes, label="accuracy")
-    report.add_title(figure, "Where a softmax map may not be sharp, one fails and the difference of "
-                             "two does not (line: the border of one map, predicted)")
+    figure.legend([line], ["the border of one map, as predicted"], loc="outside lower center")
+    report.add_title(figure, "If no logit may be above tau, one softmax map needs a larger tau for each "
+                             "longer text. The difference of two needs far less")
     return figure
 
 
@@ -782,18 +791,6 @@ def phase_table(df):
     return table.reset_index()
 
 
-def float_list(text):
-    return [float(part) for part in text.split(",")]
-
-
-def int_list(text):
-    return [int(part) for part in text.split(",")]
-
-
-def str_list(text):
-    return text.split(",")
-
-
 def main(argv=None):
     p = argparse.ArgumentParser(
         "crowd", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -801,11 +798,11 @@ def main(argv=None):
     p.add_argument("--out", type=Path, default="out/crowd", help="its folder (%(default)s)")
     p.add_argument("--procs", type=int, default=2, help="runs at once (%(default)s)")
     p.add_argument("--steps", type=int, help="steps of a run (1,500, in harder groups 2,000)")
-    p.add_argument("--seed", type=int_list, default=REPORT_SEEDS, help="seeds to report (3 to 7)")
-    p.add_argument("--choose", type=int_list, default=CHOOSE_SEEDS, help="... for the rate (1,2)")
-    p.add_argument("--groups", type=str_list, default=list(GROUPS), help="of train: %(default)s")
-    p.add_argument("--pairs", type=int_list, default=PHASE_PAIRS, help="of phase: %(default)s")
-    p.add_argument("--tau", type=float_list, default=PHASE_TAU, help="of phase: %(default)s")
+    p.add_argument("--seed", type=numbers(int), default=REPORT_SEEDS, help="seeds to report (3 to 7)")
+    p.add_argument("--choose_on", type=numbers(int), default=CHOOSE_SEEDS, help="... for rates (1,2)")
+    p.add_argument("--groups", default=",".join(GROUPS), help="of train: %(default)s")
+    p.add_argument("--pairs", type=numbers(int), default=PHASE_PAIRS, help="of phase: %(default)s")
+    p.add_argument("--tau", type=numbers(float), default=PHASE_TAU, help="of phase: %(default)s")
     args = p.parse_args(argv)
     runs = Runs(args.out, args.procs)
     if args.verb == "law":
@@ -820,4 +817,9 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("crowd: stopped. The same command goes on after the last finished run")
+    except (ValueError, OSError, ImportError) as e:
+        sys.exit(f"crowd: {e}")

@@ -24,9 +24,11 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import pandas as pd
 import torch
 
 import report
+from experiments.grid import numbers
 from model import ATTENTION, GPT, GPTConfig
 
 KEYS = 16
@@ -161,8 +163,6 @@ def draw(df):
 
 
 def main(argv=None):
-    import pandas as pd
-
     p = argparse.ArgumentParser(
         "recall", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--seed", type=numbers(int), default=[1, 2, 3], help="of each arm and rate (1,2,3)")
@@ -202,15 +202,6 @@ def main(argv=None):
         texts=args.texts, guessing=1 / VALUES)
     figure = draw(df[df["lr"] == df["attn"].map(best_rate)])
     report.publish(args.out, "recall", about, tables, figure, df)
-
-
-def numbers(kind):
-    """The type of a flag that takes a comma-separated list."""
-
-    def parse(text):
-        return [kind(part) for part in text.split(",")]
-
-    return parse
 
 
 if __name__ == "__main__":
