@@ -1,13 +1,14 @@
 """
-Which part of Diff does what? The seven rows of Table 6 of arXiv 2410.05258, at toy size or any other.
+Which part of Diff does what? The seven rows of Table 6 of arXiv 2410.05258.
 
-    python -m experiments.ablations                             # some 80 runs; start it twice to use two cores
+    python -m experiments.ablations                             # some 80 runs; twice for two cores
     python -m experiments.ablations --rates=2e-3 --seed=1,2     # one rate for all rows
     python -m experiments.ablations --publish                   # what is there by now
 
-Each row has its own best rate, chosen on seeds 1 and 2, and is reported on seeds 3 to 7. Other flags are train.py's:
-with --preset=gpt2, say which --rates. Then `python -m experiments.checkpoints residual --ckpt out/ablations/*seed3`
-says what the norm does to the residual stream.
+Each row has its own best rate, chosen on seeds 1 and 2, and is reported on seeds 3 to 7. Other
+flags are train.py's: with --preset=gpt2, say which --rates. Then `python -m
+experiments.checkpoints residual --ckpt out/ablations/*seed3` says what the norm does to the
+residual stream.
 """
 import pandas as pd
 
@@ -39,15 +40,16 @@ def table_6(rows, runs, flags):
     sizes = []
     norms = []
     for row in table["row"]:
+        # what the flags come to, and not what the row's name says
         config = train.parse([*flags, *rows[row]])[0]
         branches = ATTENTION[config.attn].branches
         heads.append(config.n_head // branches)
-        sizes.append(config.n_embd // config.n_head)
+        sizes.append(config.n_embd // config.n_head)  # n_head counts those of softmax
         norms.append(branches == 2 if config.subln is None else config.subln)
     table.insert(1, "heads", heads)
     table.insert(2, "d", sizes)
     table.insert(3, "norm", norms)
-    first = next(iter(rows))
+    first = next(iter(rows))  # the Transformer
     differences = [None if row == first else noise.difference(row, first) for row in table["row"]]
     table["− Transformer"] = pd.Series(differences, dtype=object)
     return table, noise

@@ -1,13 +1,13 @@
 """
-The paper's measurements of trained models. Each prints its tables and writes <out>/<name>.md, .json and .png.
+The paper's measurements of trained models. Each writes <out>/<name>.md, .json and .png.
 
     python -m experiments.checkpoints slices --ckpt out/softmax* out/diff*
     python -m experiments.checkpoints context --ckpt out/softmax* --contexts=8,32,128
     python -m experiments.checkpoints maps --ckpt out/diff --text="The cat sat on the mat."
 
-`--help` lists them, and `slices --help` says what one of them measures. A checkpoint is a file or the folder of
-a run. Checkpoints that differ in their seed alone are averaged. Tables, figures and sections are those of
-Differential Transformer, arXiv 2410.05258.
+`--help` lists them, and `slices --help` says what one of them measures. A checkpoint is a file or
+the folder of a run. Checkpoints that differ in their seed alone are averaged. Tables, figures and
+sections are those of Differential Transformer, arXiv 2410.05258.
 """
 import argparse
 import math
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 import torch.nn.functional as F
 
@@ -53,7 +54,7 @@ class Text(NamedTuple):
 
 
 def open_checkpoints(args):
-    """The checkpoints of --ckpt. ValueError if one is not there, or does not say what it was trained on."""
+    """The checkpoints of --ckpt. ValueError for one that is not there, or not of train.py."""
     models = []
     runs = []
     for path in args.ckpt:
@@ -77,7 +78,7 @@ def open_checkpoints(args):
 
 
 def name_arms(runs):
-    """A name for each run: its attention, and every setting but the seed in which the runs differ."""
+    """A name for each run: its arm, and the settings but for the seed in which they differ."""
     names = [run["attn"] for run in runs]
     for setting in train.IDENTITY:
         values = [run.get(setting) for run in runs]
@@ -103,7 +104,7 @@ def open_text(args, checkpoints):
             raise ValueError(f"{checkpoint.arm} has the tokenizer {own}, {name} is in {tokenizer}")
         if args.data is None and checkpoint.run["data_sha256"] != what["data_sha256"]:
             raise ValueError(
-                f"{checkpoint.arm} was trained on other data than {name} is now: name it with --data"
+                f"{checkpoint.arm} was trained on other data than {name} is now: give --data"
             )
     block = min(checkpoint.model.config.block_size for checkpoint in checkpoints)
     if val.sequences(block) == 0:
@@ -116,11 +117,12 @@ def open_text(args, checkpoints):
 
 
 def val_batches(text, T=None):
-    """The first sequences of val, about text.tokens: (B, T + 1) int64 at a time, B T at most 8,192."""
+    """Val's first sequences, about text.tokens: (B, T + 1) at a time, B T at most 8,192."""
     T = T or text.block
     count = max(1, min(text.val.sequences(T), text.tokens // T))
     B = max(1, 8192 // T)
     for first in range(0, count, B):
+        # the last batch may be smaller, nothing is compiled here
         sequences = [text.val.sequence(i, T) for i in range(first, min(first + B, count))]
         yield torch.from_numpy(np.stack(sequences)).to(text.device)
 
@@ -141,7 +143,7 @@ def val_losses(model, text, T=None, losses_of=token_losses):
 
 @contextmanager
 def score_hook(model, hook):
-    """Inside, the model runs through its maps, with hook(scores) in the place of each layer's scores."""
+    """Inside, the model runs by its maps, with hook(scores) in the place of the scores."""
     layers = [block.attn for block in model.blocks]
     before = [(layer.flash, layer.score_hook) for layer in layers]
     for layer in layers:
@@ -159,13 +161,10 @@ def score_hook(model, hook):
 
 
 def average(rows, values, keys=()):
-    """A data frame with a row for each arm: the number of its seeds, and over them the mean and
-    standard deviation of each column of `values`.
+    """A row for each arm, with mean and standard deviation of its n seeds, as a data frame.
 
     rows: a list of dicts, one for each checkpoint, with arm, seed, the columns `keys` and `values`.
     """
-    import pandas as pd
-
     by = ["arm", *keys]
     table = []
     for key, group in pd.DataFrame(rows).groupby(by, sort=False):
@@ -178,18 +177,14 @@ def average(rows, values, keys=()):
 
 
 def publish(args, name, about, tables, figure, rows):
-    """rows: what was measured of each checkpoint by itself, a list of dicts. It goes into the JSON."""
-    import pandas as pd
-
+    """rows: what was measured of each checkpoint by itself, for the JSON. A list of dicts."""
     about = report.conditions(args.device, dtype="float32", **about)
     about["±"] = "standard deviation over n seeds"
     report.publish(args.out, name, about, tables, figure, pd.DataFrame(rows))
 
 
 def to_long(rows, columns, x, y):
-    """The same as a data frame with a row for each of the columns: its name in x, its value in y."""
-    import pandas as pd
-
+    """A data frame with a row for each of the columns: its name in x, its value in y."""
     df = pd.DataFrame(rows)
     rest = [column for column in df if column not in columns]
     return df.melt(rest, list(columns), var_name=x, value_name=y)
@@ -199,7 +194,7 @@ def to_long(rows, columns, x, y):
 
 
 def ngrams(tokens, n, base):
-    """The number of the n-gram that ends at each token of (..., T) from the n-th on: (..., T - n + 1)."""
+    """The number of the n-gram that ends at each token from the n-th on, (..., T - n + 1)."""
     T = tokens.shape[-1]
     number = np.zeros((*tokens.shape[:-1], T - n + 1), np.int64)
     for i in range(n):
@@ -208,12 +203,10 @@ def ngrams(tokens, n, base):
 
 
 def frequent_ngrams(text, n, base, count):
-    """The most frequent n-grams of the first `count` training tokens, those that make up half of them.
+    """The most frequent n-grams of the first training tokens, which make up half of them.
 
     Returns their numbers and a sentence that says which ones they are.
     """
-    import pandas as pd
-
     parts = []
     left = count
     for array in text.train.arrays:
@@ -229,22 +222,20 @@ def frequent_ngrams(text, n, base, count):
 
 def find_hits(text, frequent, n, base):
     """Which targets of val's first sequences are AR-hits, (sequences, T) bool."""
-    import pandas as pd
-
     tokens = torch.cat(list(val_batches(text))).cpu().numpy()
     numbers = ngrams(tokens, n, base)
     again = np.stack([pd.Series(row).duplicated() for row in numbers])
     hits = again & ~np.isin(numbers, frequent)
-    # the first n - 2 targets end no n-gram of their sequence
+    # the first target is the second token. The first n - 2 targets end no n-gram
     return np.pad(hits, ((0, 0), (n - 2, 0)))
 
 
 def slices(args):
-    """Val loss of what the context held before, and of the rest (Table 6; Zoology, arXiv 2312.04927).
+    """Val loss of what the context held before, and of the rest (Table 6).
 
-    An AR-hit ends an n-gram which its context holds already, so that it could be looked up there, and which is not
-    one of the most frequent in the training data, those that make up half of it. n = 2 for gpt2 tokens and 5 for
-    bytes.
+    The slices are those of Zoology, arXiv 2312.04927. An AR-hit ends an n-gram which its context
+    holds already, so that it could be looked up there, and which is not one of the most frequent in
+    the training data, those that make up half of it. n = 2 for gpt2 tokens and 5 for bytes.
     """
     checkpoints = open_checkpoints(args)
     text = open_text(args, checkpoints)
@@ -265,7 +256,7 @@ def slices(args):
     figure, (ax,) = report.new_figure(size=(9, 2 + 0.6 * df["arm"].nunique()))
     report.dot_plot(ax, df, "loss", row="arm", condition="slice")
     ax.set(xlabel="val loss, nats per token")
-    report.add_title(figure, "What could be looked up in the context (hollow), and the rest (filled)")
+    report.add_title(figure, "What the context held before (hollow), and the rest (filled)")
     about = text.about | {"tokens": hits.size, "context": text.block, "never a hit": rule}
     publish(args, "slices", about, tables, figure, rows)
 
@@ -274,7 +265,7 @@ def slices(args):
 
 
 def windowed_losses(model, tokens):
-    """token_losses with what the sampler sees: a cache of block_size tokens that begins anew when it is full.
+    """token_losses with what the sampler sees: a cache that begins anew when it is full.
 
     The new one begins at the last half of the old one, see GPT.generate. (B, T + 1) to (B, T).
     """
@@ -293,7 +284,7 @@ def windowed_losses(model, tokens):
 
 
 def position_ends(length, block):
-    """Where the positions of a text are cut: powers of two from 16 on, the block, and the length."""
+    """Where the positions are cut: powers of two from 16 on, the block, and the length."""
     ends = {length, min(block, length)}
     end = 16
     while end < length:
@@ -305,9 +296,9 @@ def position_ends(length, block):
 def position(args):
     """Mean loss by position in the text, up to and beyond the trained block (Figure 4).
 
-    Every arm sees its whole context. The softmax arms are shown once more as sample.py runs them ("window"): their
-    cache begins anew from its last half whenever it is full. Each position has other targets. To compare contexts
-    on the same targets, see the measurement `context`.
+    Every arm sees its whole context. The softmax arms are shown once more as sample.py runs them
+    ("window"): their cache begins anew from its last half whenever it is full. Each position has
+    other targets. To compare contexts on the same targets, see the measurement `context`.
     """
     checkpoints = open_checkpoints(args)
     text = open_text(args, checkpoints)
@@ -345,8 +336,6 @@ def position(args):
 
 
 def draw_position(curves, block):
-    import pandas as pd
-
     df = pd.DataFrame(curves)
     figure, (ax,) = report.new_figure(size=(9, 5))
     report.line_plot(ax, df, "end", "loss", by="arm", seed="seed")
@@ -379,11 +368,11 @@ def cut_losses(model, windows):
 
 
 def context(args):
-    """How much of the loss needs more than so many tokens of context: the same targets, with the context cut.
+    """How much of the loss needs more than a few tokens of context.
 
-    The targets are the tokens in the second half of val's first sequences, about --tokens of them. Each is predicted
-    from the last 8, 32, ... tokens before it alone, and from all of its sequence. The second table is what the cut
-    costs: what needs more context than that.
+    The targets are the tokens in the second half of val's first sequences, about --tokens of
+    them. Each is predicted from the last 8, 32, ... tokens before it alone, and from all of its
+    sequence. The second table is what the cut costs: what needs more context than that.
     """
     checkpoints = open_checkpoints(args)
     text = open_text(args, checkpoints)
@@ -400,6 +389,7 @@ def context(args):
         losses = {name: [] for name in [*names, whole]}
         for tokens in val_batches(text):
             losses[whole].append(token_losses(model, tokens)[:, first:].flatten())
+            # target number t is token t + 1, and a window holds it and the c tokens before it
             for c, name in zip(args.contexts, names):
                 windows = tokens[:, first + 1 - c :].unfold(1, c + 1, 1)  # (B, T - first, c + 1)
                 losses[name].append(cut_losses(model, windows.flatten(0, 1)))
@@ -429,7 +419,7 @@ def context(args):
 
 
 class Extremes:
-    """Collects the largest absolute values of tensors, and a sample of all of them for the median."""
+    """Collects the largest absolute values of tensors, and a sample for the median."""
 
     def __init__(self):
         self.largest = torch.zeros(0)
@@ -437,6 +427,7 @@ class Extremes:
 
     def add(self, x):
         x = x.detach().abs().flatten().float()
+        # the 100 largest of all are among the 100 largest of each
         tops = x.topk(min(100, len(x))).values.cpu()
         self.largest = torch.cat((self.largest, tops)).sort(descending=True).values[:100]
         # 10,007 is a prime: the sample does not fall into step with the rows of a map
@@ -454,9 +445,10 @@ class Extremes:
 def outliers(args):
     """The largest scores and activations beside their median (Table 5).
 
-    Absolute values over all layers, heads and tokens: of the scores on and below the diagonal, for each branch of a
-    difference (attention logits in the softmax arms, products of features before the division in the linear ones:
-    compare within a family only), and of the residual stream behind each block. The median is that of a sample.
+    Absolute values over all layers, heads and tokens: of the scores on and below the diagonal,
+    for each branch of a difference (attention logits in the softmax arms, products of features
+    before the division in the linear ones: compare within a family only), and of the residual
+    stream behind each block. The median is that of a sample.
     """
     checkpoints = open_checkpoints(args)
     text = open_text(args, checkpoints)
@@ -495,8 +487,6 @@ def outliers(args):
 
 def draw_outliers(rows):
     """For each arm the median and the largest value, a dot for each seed."""
-    import pandas as pd
-
     df = pd.DataFrame(rows).sort_values("of", kind="stable")
     df["row"] = df["arm"] + ": " + df["of"]
     names = list(df["row"].unique())
@@ -512,10 +502,10 @@ def draw_outliers(rows):
 
 
 def stream_norms(model, text):
-    """Mean length of a token's vector behind the embedding and each block, and the tokens measured."""
+    """Mean length of a token's vector behind each part of the model, and how many tokens."""
     sums = {}
     tokens_seen = 0
-    handles = []
+    handles = []  # to take the hooks off again
     parts = {"embedding": model.wte}
     for depth, block in enumerate(model.blocks):
         parts[f"block {depth}"] = block
@@ -536,8 +526,9 @@ def stream_norms(model, text):
 def residual(args):
     """Length of the residual stream by layer, at the start of training and at the end.
 
-    The length ||x|| of a token's vector as the embedding and then each block leave it, the mean over val tokens. At
-    the start: the weights drawn anew from the run's seed. Shows what the norm on each head's output does at first.
+    The length ||x|| of a token's vector as the embedding and then each block leave it, the mean
+    over val tokens. At the start: the weights drawn anew from the run's seed. Shows what the norm
+    on each head's output does at first.
     """
     checkpoints = open_checkpoints(args)
     text = open_text(args, checkpoints)
@@ -567,7 +558,7 @@ def residual(args):
 
 
 def round_scores(S, bits, dims):
-    """S rounded to 2^(bits - 1) - 1 steps either side of zero. The largest absolute value over dims is the last.
+    """S in 2^(bits - 1) - 1 steps either side of zero, up to its largest value over dims.
 
     Only entries on and below the diagonal count: nobody looks at the others.
     """
@@ -579,9 +570,9 @@ def round_scores(S, bits, dims):
 def quant(args):
     """Val loss with the scores rounded to few bits (Figure 8).
 
-    The scores, before the mask and the softmax, are rounded to 2^(bits - 1) - 1 steps either side of zero. The largest
-    absolute value is the last step: that of a text and layer, all heads and branches together, or with --per=head
-    that of each head.
+    The scores, before the mask and the softmax, are rounded to 2^(bits - 1) - 1 steps either side
+    of zero. The largest absolute value is the last step: that of a text and layer, all heads and
+    branches together, or with --per=head that of each head.
     """
     checkpoints = open_checkpoints(args)
     text = open_text(args, checkpoints)
@@ -590,11 +581,11 @@ def quant(args):
     rows = []
     above = []
     for model, _, arm, seed, _ in checkpoints:
-        with score_hook(model, None):
+        with score_hook(model, None):  # by the maps as well, so that only the rounding differs
             losses = val_losses(model, text)
         row = dict(arm=arm, seed=seed, exact=losses.mean())
         for bits in (8, 6, 4):
-
+            # bits=bits: a function in a loop would else see the value of the last round
             def rounded(S, bits=bits):
                 return round_scores(S, bits, dims)
 
@@ -621,7 +612,7 @@ def quant(args):
 
 
 def score_story(model, enc, story, block):
-    """The mean and the sum of the loss of each of a story's endings, (4, 2), and whether it was cut."""
+    """Mean and sum of the loss of each ending of a story, (4, 2), and whether it was cut."""
     start = enc.encode_ordinary(story["ctx"])
     endings = [enc.encode_ordinary(" " + ending) for ending in story["endings"]]
     texts = [torch.tensor((start + ending)[-block - 1 :]) for ending in endings]
@@ -638,8 +629,9 @@ def score_story(model, enc, story, block):
 def hellaswag(args):
     """Zero-shot accuracy on HellaSwag, 10,042 unfinished stories with four endings (Section 3.1).
 
-    Normalised accuracy: the ending whose tokens have the smallest mean loss, after the context and a space. Beside it
-    the accuracy by the sum of the losses. Guessing gets 0.25. A context too long for the block is cut from the left.
+    Normalised accuracy: the ending whose tokens have the smallest mean loss, after the context
+    and a space. Beside it the accuracy by the sum of the losses. Guessing gets 0.25. A context
+    too long for the block is cut from the left.
     """
     import datasets
 
@@ -653,7 +645,7 @@ def hellaswag(args):
     block = min(checkpoint.model.config.block_size for checkpoint in checkpoints)
     rows = []
     for model, enc, arm, seed, _ in checkpoints:
-        right = []
+        right = []  # for each story, is the ending with the smallest mean, with the smallest sum
         contexts_cut = 0
         for story in stories:
             scores, was_cut = score_story(model, enc, story, block)
@@ -661,12 +653,11 @@ def hellaswag(args):
             contexts_cut += was_cut
         normalised, by_sum = np.mean(right, axis=0).tolist()
         error = math.sqrt(normalised * (1 - normalised) / len(stories))
-        row = {"arm": arm, "seed": seed, "accuracy, normalised": normalised, "standard error": error}
-        rows.append(row | {"accuracy, by sum": by_sum, "contexts cut": contexts_cut})
+        row = {"arm": arm, "seed": seed, "accuracy, normalised": normalised}
+        row |= {"standard error": error, "accuracy, by sum": by_sum, "contexts cut": contexts_cut}
+        rows.append(row)
     values = ["accuracy, normalised", "standard error", "accuracy, by sum"]
     table = average(rows, values, keys=["contexts cut"])
-    import pandas as pd
-
     figure, (ax,) = report.new_figure(size=(8, 2 + 0.5 * len(table)))
     report.dot_plot(ax, pd.DataFrame(rows), "accuracy, normalised", row="arm")
     ax.axvline(0.25, color="black", linewidth=0.8, linestyle=":")
@@ -687,7 +678,7 @@ def attention_maps(model, idx):
     found = []
 
     def look(layer, inputs, y):
-        x = inputs[0]
+        x = inputs[0]  # behind the norm of the block
         q, k, _, lam = layer.project(x)
         rope = layer.rope(x)
         A = layer.attention_map(q, k, lam, rope)
@@ -719,10 +710,11 @@ def describe_map(A):
 
 
 def maps(args):
-    """The attention maps of a text (Figure 1): of a difference A_1, A_2 and A_1 − λA_2 side by side.
+    """The attention maps of a text, of a difference with both branches (Figure 1).
 
-    Row i is how token i mixes the tokens before it. What is subtracted more than it is added is negative. The table is
-    of all layers, the figure of one: the mean over the heads, and then the heads one by one, at most four.
+    Row i is how token i mixes the tokens before it. What is subtracted more than it is added is
+    negative. The table is of all layers, the figure of one: the mean over the heads, and then the
+    heads one by one, at most four.
     """
     checkpoints = open_checkpoints(args)
     layer = args.layer or min(checkpoint.model.config.n_layer for checkpoint in checkpoints)
@@ -750,13 +742,14 @@ def maps(args):
 
 
 def draw_maps(shown, words, layer):
-    """A row for each arm: its maps, the mean over the heads, and then the last one of them by head."""
+    """A row for each arm: the mean over the heads of its maps, and the last map by head."""
     panels = {}
     for arm, of_arm in shown.items():
         panels[arm] = {f"{name}, mean of heads": A.mean(0) for name, A in of_arm.items()}
         name, A = list(of_arm.items())[-1]
         for head in range(min(4, len(A))):
             panels[arm][f"{name}, head {head + 1}"] = A[head]
+    # an arm with fewer heads leaves the last panels of its row empty
     columns = max(len(of_arm) for of_arm in panels.values())
     size = (3.1 * columns + 1, 3.3 * len(panels) + 1)
     figure, axes = report.new_figure(rows=len(panels), columns=columns, size=size)
@@ -779,8 +772,10 @@ def draw_maps(shown, words, layer):
             if len(words) <= 32:
                 ax.set_xticks(range(len(words)), words, fontsize=6)
                 ax.set_yticks(range(len(words)), words, fontsize=6)
-    figure.colorbar(image, ax=list(axes), shrink=0.6, extend="both", label="weight (1 % are beyond)")
-    report.add_title(figure, f"Layer {layer}: row i is what token i takes from the tokens before it")
+    label = "weight (1 % are beyond the ends)"
+    figure.colorbar(image, ax=list(axes), shrink=0.6, extend="both", label=label)
+    title = f"Layer {layer}: row i is what token i takes from the tokens before it"
+    report.add_title(figure, title)
     return figure
 
 
@@ -796,7 +791,7 @@ def add_verb(verbs, run):
     """A subcommand and the flags that all of them have. Its help is the docstring of `run`."""
     about = " ".join(run.__doc__.split())
     p = verbs.add_parser(run.__name__, help=run.__doc__.splitlines()[0], description=about)
-    p.set_defaults(run=run)
+    p.set_defaults(run=run)  # main calls it
     p.add_argument("--ckpt", type=Path, nargs="+", required=True,
                    help="checkpoints, or the folders of runs")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",

@@ -1,20 +1,22 @@
 """
-The authors' second version of differential attention, as an arm. experiments.toy compares it with the first.
+The authors' second version of differential attention, an arm that experiments.toy compares.
 
-    python -m experiments.diff_v2 train --attn=diff_v2              # train.py, which then knows the arm
-    python -m experiments.diff_v2 sample --ckpt out/diff_v2         # and so sample, bench, experiments.checkpoints
+    python -m experiments.diff_v2 train --attn=diff_v2          # train.py, which then knows the arm
+    python -m experiments.diff_v2 sample --ckpt out/diff_v2     # so bench, experiments.checkpoints
 
-V2 is a blog post of January 2026, https://huggingface.co/blog/microsoft/diff-attn-v2, and one layer of code,
-https://github.com/microsoft/unilm/tree/master/Diff-Transformer/Diff-Transformer-V2. We know of no paper.
-It differs from the first version in this:
+V2 is a blog post of January 2026, https://huggingface.co/blog/microsoft/diff-attn-v2, and a layer,
+https://github.com/microsoft/unilm/tree/master/Diff-Transformer/Diff-Transformer-V2. We know of no
+paper. It differs from the first version in this:
 
-- Keys and values are softmax's, H heads of d channels. Each head gets a second query, so q_proj is C x 2C.
-- lambda is a sigmoid of a projection of the token: one for each token and head. There is no lambda_init.
+- Keys and values are softmax's, H heads of d channels. Each head gets a second query, so q_proj
+  is C x 2C.
+- lambda is a sigmoid of a projection of the token: one for each token and head. There is no
+  lambda_init.
 - There is no norm on the heads' output (--subln adds one), and no factor 1 - lambda_init.
 
-So a block has C^2 + C H parameters more than softmax's. `matched_width` says by how much narrower an MLP pays
-for them. The released layer leaves its weights to PyTorch. Here those of lambda are drawn like every matrix, so
-lambda starts near 1/2.
+So a block has C^2 + C H parameters more than softmax's. `matched_width` says by how much narrower
+an MLP pays for them. The released layer leaves its weights to PyTorch. Here those of lambda are
+drawn like every matrix, so lambda starts near 1/2.
 """
 import runpy
 import sys
@@ -25,7 +27,7 @@ from model import ATTENTION, NORM_EPS, Softmax, upcast
 
 
 class DiffV2(Softmax):
-    """A = A_1 - lambda A_2, where row i of A_n is softmax(q_n,i K^T / sqrt(d) + log D), lambda_i = sigmoid(w . x_i).
+    """A = A_1 - lambda A_2, with A_n = softmax(Q_n K^T / sqrt(d) + log D), lambda = sigmoid(x w).
 
     The queries 2h and 2h+1 are the branches of head h. They share its key and its value.
     """
@@ -38,20 +40,21 @@ class DiffV2(Softmax):
         self.n_head = 2 * config.n_head  # queries
         self.n_value_head = config.n_head
         self.q_proj = nn.Linear(C, 2 * C, bias=False)
+        # the norm is off unless it is asked for, and it is that of a value of size d
         self.subln = None
         if config.subln:
             self.subln = nn.RMSNorm(self.head_dim, eps=NORM_EPS)
             self.subln.weight.init_value = config.subln_init
 
     def make_lambda(self, depth):
-        """Each token's own lambda comes from a projection, in place of the four vectors of a layer."""
+        """Each token has a lambda of its own, from a projection in place of the four vectors."""
         self.lambda_proj = nn.Linear(self.config.n_embd, self.config.n_head, bias=False)
 
     def project(self, x):
-        """The queries (B, 2H, T, d), keys (B, 2H, T, d), values (B, H, T, d), and lambda (B, H, T, 1).
+        """Queries and keys (B, 2H, T, d), values (B, H, T, d), and lambda (B, H, T, 1).
 
-        Each key is there twice, once for each of its queries. That is simple, and it makes the cache of the
-        keys twice as large as it has to be.
+        Each key is there twice, once for each of its queries. That is simple, and it makes the
+        cache of the keys twice as large as it has to be.
         """
         B, T, C = x.shape
         q = self.q_proj(x).view(B, T, self.n_head, self.head_dim).transpose(1, 2)
@@ -62,7 +65,7 @@ class DiffV2(Softmax):
 
 
 def matched_width(n_embd, n_head):
-    """The width of the MLP at which a block of DiffV2 has the parameters of softmax's, but for 3/2 n_embd of them."""
+    """The width of an MLP beside which DiffV2 has softmax's parameters, within 3/2 n_embd."""
     width = int(8 * n_embd / 3) // 8 * 8  # what model.MLP takes by itself
     more = n_embd * n_embd + n_embd * n_head  # the second queries, and lambda
     return width - round(more / (3 * n_embd))  # three matrices: one of width costs 3 n_embd

@@ -1,14 +1,15 @@
 """
 Trains every row of an experiment with every seed. This is what the experiments share.
 
-An experiment is a table of rows, each a name and its flags for train.py. `run_grid` trains what is missing and
-returns a data frame with one row for each run. Where it is given several rates, it first finds each row's own
-best rate on some seeds, and then trains other seeds at that rate: a loss that was chosen because it was small
-is not the loss that is reported.
+An experiment is a table of rows, each a name and its flags for train.py. `run_grid` trains what
+is missing and returns a data frame with one row for each run. Where it is given several rates, it
+first finds each row's own best rate on some seeds, and then trains other seeds at that rate: a
+loss that was chosen because it was small is not the loss that is reported.
 
-A run's folder is <out>/<row>-lr<rate>-seed<seed>. It is an ordinary run of train.py, plus row.json, which says
-which row it belongs to. So a grid can be stopped anywhere, and the same command goes on. Start the same command
-a second time to use more cores: each process takes the runs that no other one is training.
+A run's folder is <out>/<row>-lr<rate>-seed<seed>. It is an ordinary run of train.py, plus
+row.json, which says which row it belongs to. So a grid can be stopped anywhere, and the same
+command goes on. Start the same command a second time to use more cores: each process takes the
+runs that no other one is training.
 """
 import argparse
 import fnmatch
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 
 import data
 import report
@@ -44,14 +46,15 @@ class Stopped(Exception):
 def run_grid(rows, seeds, flags, out, rates=None, choose_on=()):
     """Trains each row with each seed. Returns a data frame with one row for each of these runs.
 
-    rows: a dict from a row's name to its flags for train.py, as a list. flags: the flags that all runs share.
-    rates: peak rates. Each row is trained with all of them on the seeds in choose_on, and with its own best
-        one on `seeds`. Without rates every run has the rate that the flags or the preset say.
-    Raises ValueError before anything is trained for a flag that a row sets itself, and Stopped after Ctrl-C.
+    rows: a dict from a row's name to its flags for train.py, as a list. flags: the flags that all
+    runs share. rates: peak rates. Each row is trained with all of them on the seeds in choose_on,
+    and with its own best one on `seeds`. Without rates every run has the rate that the flags or
+    the preset say. Raises ValueError before anything is trained for a flag that a row sets
+    itself, and Stopped after Ctrl-C.
     """
     refuse_flags_of_rows(rows, flags, rates)
     if rates and len(rates) > 1 and (not choose_on or set(choose_on) & set(seeds)):
-        raise ValueError("--choose_on needs seeds that are not reported, others than those of --seed")
+        raise ValueError("--choose_on needs other seeds than --seed: those are not reported")
     while True:
         # look again before each run: another process may have finished some of them
         runs = read_runs(out)
@@ -69,7 +72,7 @@ def run_grid(rows, seeds, flags, out, rates=None, choose_on=()):
 
 
 def flag_names(flags):
-    """The names of the flags in a command, without a leading "no-": --no-decay and --decay are one setting."""
+    """The names of the flags in a command. --no-decay and --decay are one setting: decay."""
     given = [flag[2:].split("=")[0] for flag in flags if flag.startswith("--")]
     return [name.removeprefix("no-") for name in given]
 
@@ -77,14 +80,15 @@ def flag_names(flags):
 def refuse_flags_of_rows(rows, flags, rates=None):
     """ValueError for a flag that would change what a row's name says. It names the flag.
 
-    A row is what its name says because of the flags that it leaves out, too: with --decay from outside
-    a row "softmax" would be softmax with decay. So what one row sets, nobody sets for the others.
+    A row is what its name says because of the flags that it leaves out, too: with --decay from
+    outside a row "softmax" would be softmax with decay. So what one row sets, nobody sets for the
+    others.
     """
     ours = set(BELONG_TO_THE_GRID)
     for own in rows.values():
         ours.update(flag_names(own))
     if rates:
-        ours.add("lr")
+        ours.add("lr")  # --rates says it
     if "steps" in ours:
         ours.add("tokens")  # which would set the same thing
     for name in flag_names(flags):
@@ -96,7 +100,7 @@ def refuse_flags_of_rows(rows, flags, rates=None):
 
 
 def refuse_other_settings(rows, flags, runs, rates=None):
-    """ValueError if a folder holds runs with other settings than those asked for now. It names them."""
+    """ValueError, naming the difference, if a run there has other settings than now."""
     free = ["seed", "lr"] if rates else ["seed"]  # the rates tried earlier count as tried
     configs = {row: train.parse([*flags, *own])[0] for row, own in rows.items()}
     for run in runs[runs["row"].isin(configs)].itertuples():
@@ -118,6 +122,7 @@ def refuse_other_settings(rows, flags, runs, rates=None):
 def missing_runs(rows, seeds, runs, rates=None, choose_on=()):
     """The runs that can be trained now, as (row, seed, rate), the most urgent first."""
     if rates is None:
+        # nothing has to be known before any of the runs
         done = set(zip(runs["row"], runs["seed"]))
         wanted = itertools.product(seeds, rows)
         return [(row, seed, None) for seed, row in wanted if (row, seed) not in done]
@@ -139,11 +144,11 @@ def missing_runs(rows, seeds, runs, rates=None, choose_on=()):
 
 
 def choose_rate(runs, rates, choose_on):
-    """The best rate of one row, and the rates that have to be tried before it is known (none: it is known).
+    """The best rate of one row, None if unknown, and the rates that have to be tried first.
 
-    A rate is as good as its mean loss on the seeds in choose_on. A run that diverged is worse than any other.
-    If the best rate is the smallest or the largest one tried, the next one beyond it is tried too.
-    A single rate is not chosen but used.
+    A rate is as good as its mean loss on the seeds in choose_on. A run that diverged is worse
+    than any other. If the best rate is the smallest or the largest one tried, the next one beyond
+    it is tried too. A single rate is not chosen but used.
     """
     if len(rates) == 1:
         return rates[0], []
@@ -170,7 +175,7 @@ def significant(rate):
 
 
 def reported(rows, seeds, runs, rates=None, choose_on=()):
-    """The runs that are reported: those of `seeds`, each row's at its own best rate, in the order of the rows.
+    """The runs that are reported: of each row those of `seeds` at its own best rate.
 
     The column at_edge says where the best rate is the smallest or the largest one that was tried.
     A row whose best rate is not known yet is left out.
@@ -185,7 +190,7 @@ def reported(rows, seeds, runs, rates=None, choose_on=()):
             tried = all_of_row["lr"][all_of_row["seed"].isin(choose_on)]
             best[row], _ = choose_rate(all_of_row, rates, choose_on)
             at_edge[row] = len(rates) > 1 and best[row] in (tried.min(), tried.max())
-        mine = mine[mine["lr"] == mine["row"].map(best)]
+        mine = mine[mine["lr"] == mine["row"].map(best)]  # no run's rate is None
         mine = mine.assign(at_edge=mine["row"].map(at_edge))
     mine = mine.sort_values("seed", kind="stable")
     mine = mine.sort_values("row", kind="stable", key=lambda row: row.map(order))
@@ -198,10 +203,11 @@ def train_if_free(own, row, seed, rate, flags, out):
     parts = [short, *([train.run_name_part("lr", rate)] if rate else []), f"seed{seed}"]
     folder = out / "-".join(parts)
     folder.mkdir(parents=True, exist_ok=True)
+    # what is given last counts, but no flag is given twice: see refuse_flags_of_rows
     command = [*flags, *own, f"--seed={seed}", f"--out={folder}"]
     if rate:
-        command.append(f"--lr={rate!r}")
-    with open(folder / "row.json", "a+") as file:  # "w" would empty what another process has written
+        command.append(f"--lr={rate!r}")  # exact to the last digit
+    with open(folder / "row.json", "a+") as file:  # "w" would empty it for another process
         try:
             data.lock(file, folder)
         except ValueError:
@@ -228,8 +234,6 @@ def read_runs(out):
 
     A run whose loss was not finite is at its end as well: its loss is NaN here.
     """
-    import pandas as pd
-
     rows = []
     for file in sorted(Path(out).glob("*/row.json")):
         folder = file.parent
@@ -238,7 +242,7 @@ def read_runs(out):
             head, records = train.read_log(folder / "log.jsonl")
         except (ValueError, OSError):
             continue  # it has only just begun
-        last = records[-1] if records else {}
+        last = records[-1] if records else {}  # a log of a head alone has just begun
         finished = last.get("step") == head["steps"] and "val_loss" in last
         if not finished and "not_finite" not in last:
             continue  # it was stopped
@@ -305,9 +309,9 @@ def unit(runs):
 class Noise:
     """How much runs of one row differ: the statistics of a data frame of runs.
 
-    The standard deviation of a run around the mean of its row is pooled over the rows. Where runs have
-    a column `pool`, each of its values is a pool of its own, and a difference of rows from two of them
-    has the larger one.
+    The standard deviation of a run around the mean of its row is pooled over the rows. Where runs
+    have a column `pool`, each of its values is a pool of its own, and a difference of rows from
+    two of them has the larger one.
     """
 
     def __init__(self, runs):
@@ -320,7 +324,8 @@ class Noise:
         """(standard deviation, degrees of freedom) for these runs."""
         pools = {pool for group in groups for pool in group["pool"]}
         # a pool without two runs of a row knows nothing, so then neither do we
-        return max((self.pools[pool] for pool in pools), key=lambda found: (found[1] == 0, found[0]))
+        found = [self.pools[pool] for pool in pools]
+        return max(found, key=lambda sd_and_dof: (sd_and_dof[1] == 0, sd_and_dof[0]))
 
     def losses(self, row):
         """The runs of a row whose loss is finite."""
@@ -332,7 +337,7 @@ class Noise:
         return None if a.empty else report.mean_interval(a["loss"], *self.of(a))
 
     def difference(self, row, base):
-        """The mean loss of a row less that of another, with its 95 % interval. None if one is missing."""
+        """The mean loss of a row less that of another. None if one of them is missing."""
         a = self.losses(row)
         b = self.losses(base)
         if a.empty or b.empty:
@@ -355,8 +360,6 @@ class Noise:
 
 def losses_table(runs, noise):
     """A row for each row of the grid: its rate, and its loss over the seeds."""
-    import pandas as pd
-
     table = []
     for row, group in runs.groupby("row", sort=False):
         first = group.iloc[0]
@@ -386,7 +389,7 @@ def draw_differences(ax, table, label, columns, limit=0.1):
     """
     for column, (filled, below) in columns.items():
         for number, found in enumerate(table[column]):
-            height = number + below
+            height = number + below  # downwards, the axis is turned over
             if not isinstance(found, report.MeanError):
                 continue
             if abs(found.mean) > limit:
@@ -428,7 +431,7 @@ def parser(name, about, out, seeds, rates, choose_on):
         prog=name,
         description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # else a flag of train.py could be taken for the beginning of one of these
+        allow_abbrev=False,  # a flag of train.py may be the beginning of one of these
     )
     p.add_argument("--seed", type=numbers(int), default=seeds,
                    help="the seeds that are reported, a comma list (%(default)s)")
@@ -456,7 +459,7 @@ def pick(rows, patterns):
 
 
 def stop(number, frame):
-    """The signal handler: the step in progress is finished and saved, unless a second signal comes."""
+    """The signal handler: the run finishes its step and saves, and no other one begins."""
     STOP.append(number)
     train.request_stop(number, frame)
 

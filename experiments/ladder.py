@@ -1,13 +1,13 @@
 """
 Does it hold as the model and the data grow?
 
-    python prepare_fineweb.py --tokenizer=bytes --tokens=3e7 --val_tokens=1e6 --out=data/fineweb_edu_bytes
-    python -m experiments.ladder            # 56 runs or more, up to an hour each on a core; start it twice for two
+    python prepare_fineweb.py --tokenizer=bytes --tokens=3e7 --out=data/fineweb_edu_bytes
+    python -m experiments.ladder            # 56 runs or more, up to half an hour each
     python -m experiments.ladder --publish  # what is there by now
 
-Two sizes, 4 blocks of 64 and 128 channels, on 10 bytes of text for each parameter of the blocks. Each row has its
-own best rate, chosen on runs of full length with seed 1, and is reported on seeds 2 and 3. Size, bytes and steps
-grow together. Other flags are train.py's.
+Two sizes, 4 blocks of 64 and 128 channels, on 10 bytes of text for each parameter of the blocks.
+Each row has its own best rate, chosen on runs of full length with seed 1, and is reported on
+seeds 2 and 3. Size, bytes and steps grow together. Other flags are train.py's.
 """
 import pandas as pd
 
@@ -82,6 +82,7 @@ def main(argv=None):
         picked = grid.pick(rows, args.rows)
         grid.run_grid(picked, args.seed, flags, args.out, args.rates, args.choose_on)
     result = grid.collect(rows, args)
+    # a larger model's runs differ less, so each size has its own noise
     runs = result.runs.assign(pool=result.runs["n_embd"].map("{} channels".format))
     noise = grid.Noise(runs)
     unit = grid.unit(runs)

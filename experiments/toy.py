@@ -1,31 +1,36 @@
 """
-What matters at toy size: that heads forget, the norm on their output, or the difference of two maps?
+What matters at toy size: forgetting, the norm, or the difference of two maps?
 
-    python -m experiments.toy                               # 18 rows, some 200 runs; start it twice to use two cores
-    python -m experiments.toy --rows="softmax*,diff*"       # these rows only; the rest can follow later
-    python -m experiments.toy --publish                     # tables and figure of what is there by now
-    python -m experiments.toy --controls                    # what is it that decay brings? a plus for the minus?
+    python -m experiments.toy                           # 18 rows, 200 runs; twice for two cores
+    python -m experiments.toy --rows="softmax*,diff*"   # these rows only, the rest can follow later
+    python -m experiments.toy --publish                 # tables and figure of what is there by now
+    python -m experiments.toy --controls                # what does decay bring? is it the minus?
 
-Nine arms, without and with decay. A differential arm has half as many heads, so each of the one-map arms also
-appears with half the heads: softmax and linear attention with `--n_head=2` have the heads, the decay spans and
-(linear) the state of their differential arm, and the same parameters but for lambda and the norm.
-diff_v2's second queries are paid for by a narrower MLP, so that it has the parameters of softmax.
+Nine arms, without and with decay. A differential arm has half as many heads, so each of the
+one-map arms also appears with half the heads: softmax and linear attention with `--n_head=2` have
+the heads, the decay spans and (linear) the state of their differential arm, and the same
+parameters but for lambda and the norm. diff_v2's second queries are paid for by a narrower MLP,
+so that it has the parameters of softmax.
 
-Each row has its own best rate, chosen on seeds 1 and 2, and is reported on seeds 3 to 7. The intervals are 95 %
-intervals of Student's t with a standard deviation that is pooled over the rows: one for linear attention without
-decay, which is noisier, and one for all other rows. Of some thirty comparisons one or two will be beyond their
-interval by chance. Other flags are train.py's.
+Each row has its own best rate, chosen on seeds 1 and 2, and is reported on seeds 3 to 7. The
+intervals are 95 % intervals of Student's t with a standard deviation that is pooled over the
+rows: one for linear attention without decay, which is noisier, and one for all other rows. Of
+some thirty comparisons one or two will be beyond their interval by chance. Other flags are
+train.py's.
 
 What we predicted before the first run:
 
 1.  Two arms that differ in the difference of two maps alone are less than 0.02 nats apart.
-2.  The norm costs less than 0.05 nats. (It cost 0.2 where weights began so small that all maps were flat.)
+2.  The norm costs less than 0.05 nats. (It cost 0.2 where weights began so small that all maps
+    were flat.)
 3.  The second version at its own rate gains 0.01, give or take 0.008, and not 0.03.
-4.  Decay is a recency bias. So one head of span 4 beside heads that never forget is within 0.02 nats of decay,
-    a token shift recovers 70 % of what decay brings to linear attention, and it gives softmax as much as decay.
-    If it is forgetting that counts, both leave more than half of the gap.
+4.  Decay is a recency bias. So one head of span 4 beside heads that never forget is within 0.02
+    nats of decay, a token shift recovers 70 % of what decay brings to linear attention, and it
+    gives softmax as much as decay. If it is forgetting that counts, both leave more than half of
+    the gap.
 5.  With rows that sum to 1, a plus in the place of the minus costs less than 0.01 nats.
 """
+import pandas as pd
 import torch
 import torch.nn.functional as F
 
@@ -61,7 +66,7 @@ COMPARISONS = [
     ("the second version, parameters alike", "diff_v2 narrow", "softmax"),
     ("linear instead of softmax", "linear", "softmax"),
     ("diff_linear", "diff_linear", "linear"),
-    ("the difference alone: no norm, heads and state alike", "diff_linear no norm", "linear 2 heads"),
+    ("the difference alone: no norm, heads, state alike", "diff_linear no norm", "linear 2 heads"),
     ("the norm of diff_linear", "diff_linear", "diff_linear no norm"),
     ("half the heads in linear", "linear 2 heads", "linear"),
 ]
@@ -71,7 +76,7 @@ COMPARISONS = [
 
 
 class OneShortHead(Linear):
-    """Linear attention in which one head forgets, with a span of 4 tokens, and the others never do."""
+    """Linear attention whose first head has a span of 4. The others never forget."""
 
     def decay_rate(self, *args):
         rate = torch.zeros_like(super().decay_rate(*args))  # 0: gamma is 1
@@ -80,7 +85,7 @@ class OneShortHead(Linear):
 
 
 def shift(x):
-    """(B, T, C): the second half of the channels comes from the token before. It has no parameters."""
+    """x (B, T, C), with the second half of the channels from the token before."""
     half = x.shape[-1] // 2
     before = F.pad(x, (0, 0, 1, 0))[:, :-1]
     return torch.cat((x[..., :half], before[..., half:]), dim=-1)
@@ -111,7 +116,7 @@ class MinusMatched(DiffV2):
 
 
 class PlusMatched(DiffV2):
-    """(A_1 + lambda A_2) / (1 + lambda): two maps and the same sum of a row, but nothing is subtracted."""
+    """(A_1 + lambda A_2) / (1 + lambda): two maps, rows that sum to 1, and no minus."""
 
     def subtract(self, y, lam):
         return super().subtract(y, -lam) / (1 + lam)
@@ -127,7 +132,7 @@ def register():
     ATTENTION["diff_v2_plus_matched"] = PlusMatched
 
 
-# these rows stand beside five of the first part, from whose runs they are taken where they are there
+# they are compared with five rows of the first part, whose runs they share
 CONTROLS = {
     "linear one short head": ["--attn=linear_one_short_head", "--decay"],
     "linear token shift": ["--attn=linear_shift", "--no-decay"],
@@ -165,11 +170,12 @@ def row_name(arm, decay):
 
 def rows_of_arms(flags):
     """The 18 rows of the first part: each arm without and with decay."""
-    config = train.parse([*flags, "--preset=toy"])[0]
+    config = train.parse([*flags, "--preset=toy"])[0]  # --n_embd may be given
     narrow = f"--mlp_width={matched_width(config.n_embd, config.n_head)}"
     rows = {}
     for decay in (False, True):
         for arm, own in ARMS.items():
+            # also where it is the default: what a row sets can't be given from outside
             mask = "--decay" if decay else "--no-decay"
             rows[row_name(arm, decay)] = ["--preset=toy", *own, mask]
     for name, own in rows.items():
@@ -181,6 +187,7 @@ def rows_of_arms(flags):
 def rows_of_controls(flags):
     """The rows of the second part, and those of the first that they are compared with."""
     arms = rows_of_arms(flags)
+    # the same names and flags make the same folders, so nothing is trained twice
     rows = {name: arms[name] for name in BESIDE_CONTROLS}
     narrow = arms["diff_v2 narrow"][-1]
     for name, own in CONTROLS.items():
@@ -190,15 +197,14 @@ def rows_of_controls(flags):
 
 
 def add_pools(runs):
-    """Runs with the column pool, see grid.Noise: linear attention without decay differs more by seed."""
+    """The runs with the column `pool` of grid.Noise: some rows differ more by seed."""
     loud = runs["attn"].str.contains("linear") & ~runs["decay"].astype(bool)
-    return runs.assign(pool=loud.map({True: "linear attention without decay", False: "all other rows"}))
+    names = {True: "linear attention without decay", False: "all other rows"}
+    return runs.assign(pool=loud.map(names))
 
 
 def differences_table(noise):
-    """What each comparison comes to without and with decay, and then what decay does to each arm."""
-    import pandas as pd
-
+    """What each comparison comes to, and then what decay does to each arm."""
     table = []
     for what, arm, base in COMPARISONS:
         found = {"comparison": what, "of": f"{arm} − {base}"}
@@ -218,8 +224,6 @@ def differences_table(noise):
 
 
 def controls_table(noise):
-    import pandas as pd
-
     table = []
     for what, arm, base in CONTROL_COMPARISONS:
         found = noise.difference(arm, base)
@@ -282,7 +286,7 @@ def main(argv=None):
                    help="the second part: what is it that decay brings, and a plus for the minus")
     args, flags = p.parse_known_args(argv)
     report.check_can_publish(args.out)
-    register()
+    register()  # before the flags are read: train.py refuses an arm that it does not know
     rows = rows_of_controls(flags) if args.controls else rows_of_arms(flags)
     grid.refuse_flags_of_rows(rows, flags, args.rates)
     if not args.publish:

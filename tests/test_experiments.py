@@ -1,4 +1,4 @@
-"""experiments/: the grid and its refusals, the rows, the second version, and the measurements by hand."""
+"""experiments/: the grid and its refusals, the rows, diff_v2, and the measurements by hand."""
 import json
 import math
 import shutil
@@ -259,7 +259,9 @@ def test_every_row_of_the_toy_is_another_model():
     assert set(controls) == set(toy.rows_of_controls([]))
 
 
-@pytest.mark.parametrize("flag", ["--decay", "--n_head=2", "--subln", "--mlp_width=64", "--preset=gpt2"])
+@pytest.mark.parametrize(
+    "flag", ["--decay", "--n_head=2", "--subln", "--mlp_width=64", "--preset=gpt2"]
+)
 def test_no_flag_falsifies_a_row_of_the_toy(flag):
     name = flag.split("=")[0]
     assert_value_error(f"^{name} belongs to the experiment", toy.main, [flag, "--out=toy"])
@@ -270,8 +272,9 @@ def test_the_controls_of_the_toy_are_what_they_say():
     toy.register()
     x = torch.randn(1, 20, 32, generator=torch.Generator().manual_seed(0)).double()
     layers = {}
-    for attn in ("linear", "linear_one_short_head", "linear_shift", "diff_v2", "diff_v2_plus_matched",
-                 "diff_v2_minus_matched"):
+    arms = ["linear", "linear_one_short_head", "linear_shift"]
+    arms += ["diff_v2", "diff_v2_plus_matched", "diff_v2_minus_matched"]
+    for attn in arms:
         decay = attn == "linear_one_short_head"
         layers[attn] = tiny(attn, decay=decay, rope_theta=0.0).double().blocks[0].attn
     rate = layers["linear_one_short_head"].decay_rate("cpu", torch.float64).flatten()
@@ -406,7 +409,7 @@ def test_a_program_runs_with_the_second_version(monkeypatch, capsys):
 
 
 def unigram(attn, by=3.0, block_size=29):
-    """A model of bytes that says the same after every text: f is exp(by) times as likely as others."""
+    """A model that says the same after every text: f is exp(by) times as likely as others."""
     model = tiny(attn, vocab_size=257, block_size=block_size)
     with torch.no_grad():
         for p in model.parameters():
@@ -430,7 +433,8 @@ def measure(verb, *flags):
     return published(verb)
 
 
-OTHER = math.log(256 + math.exp(3.0))  # the loss of a byte that is not f in a unigram(). f has 3 less
+# the loss of a byte that is not f in a unigram(). That of f is 3 less
+OTHER = math.log(256 + math.exp(3.0))
 
 
 def test_slices_by_hand():
