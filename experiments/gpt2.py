@@ -58,7 +58,7 @@ from scipy import stats
 
 import report
 import train
-from experiments import grid, toy
+from experiments import grid
 from experiments.diff_v2 import matched_width, register
 
 SEEDS = "2,3,4"
@@ -399,7 +399,7 @@ def publish_plan(rows, compared, every_run, size, args):
         "Primary comparisons: the first less the second": primary,
         "Secondary comparison, 95 %, without a verdict": secondary,
         "Final val loss": arms_table(rows, compared, every_run, size, args),
-        "Val loss by rate, mean over the seeds that chose": toy.rates_table(
+        "Val loss by rate, mean over the seeds that chose": grid.rates_table(
             every_run, rows, args.choose_on),
     }
     # where only some of the arms were trained, there may be nothing to compare
@@ -410,7 +410,7 @@ def publish_plan(rows, compared, every_run, size, args):
     right.axvspan(-MATTERS, MATTERS, color="#E6E6E6", linewidth=0)  # what does not matter
     labels = primary["comparison"].str.replace(" − ", "\n− ") + ":\n" + primary["verdict"]
     labelled = primary.assign(label=labels)
-    toy.draw_differences(right, labelled, "label", {"nats per token": (True, 0)})
+    grid.draw_differences(right, labelled, "label", {"nats per token": (True, 0)})
     right.set(xlabel="difference, nats per token\nleft: the first is better; grey: does not matter")
     report.add_title(figure, "Is a difference of two maps better than one? Left of the grey it is")
     about = conditions(compared, size, args)
