@@ -252,6 +252,17 @@ def test_the_losses_of_the_log_are_those_of_the_model(story):
     assert last["val_loss"] == pytest.approx(loss.item(), abs=1e-5)
 
 
+def test_a_step_is_the_same_in_one_micro_step_or_in_four(story):
+    for batch_size in (4, 1):
+        sizes = ["--total_batch=128", f"--batch_size={batch_size}"]
+        train_to_the_end([*TOY, *sizes, "--steps=3", story, f"--out=of{batch_size}"])
+    in_one = records_without_clock("of4")
+    in_four = records_without_clock("of1")
+    for a, b in zip(in_one[1:], in_four[1:], strict=True):
+        for key in ("train_loss", "grad_norm"):
+            assert a[key] == pytest.approx(b[key], rel=1e-4), (key, a["step"])
+
+
 def flops_of_attention(attn, block_size):
     """What count_flops counts beyond 6 FLOPs for each weight of a matrix."""
     sizes = ["--n_layer=2", "--n_embd=64", "--n_head=4", f"--block_size={block_size}"]
