@@ -76,9 +76,10 @@ def load_model(path, device, bf16):
 
 
 def print_samples(steps, enc, prompt, num_samples):
-    """Prints the first sample as it grows, and then the others. steps gives a token of each at a time.
+    """Prints the first sample as it grows, and then the others.
 
-    Returns how many tokens that were, and the seconds to the first and to the last one.
+    steps yields the next token of every sample. Returns how many tokens that were, and the seconds
+    to the first and to the last one.
     """
     # a token may end within a character. such a decoder keeps the first half back until the other
     # half comes
@@ -128,7 +129,7 @@ def main(argv=None):
     with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
         step = None
         if args.compile or (args.compile is None and on_cuda):
-            # a step is small, so most of its time goes into launching it. a CUDA graph has one launch
+            # a step is small, so most of its time is spent on launches. a CUDA graph needs only one
             step = torch.compile(model.step, mode="reduce-overhead", fullgraph=True)
             # compile now, not while somebody waits. greedy, so that the generator stays untouched
             list(model.generate(idx, 4, temperature=0, step=step))

@@ -714,7 +714,7 @@ def start_or_resume(config, data):
     compiled = torch.compile(model) if config.compile else model
     parallel = compiled
     if config.world > 1:
-        # waits for all processes. so all of them have looked into the folder before one writes there
+        # waits for all processes: all of them have looked into the folder before one writes there
         parallel = torch.nn.parallel.DistributedDataParallel(compiled)
     return Run(model, compiled, parallel, optimizer, resumed, head)
 
@@ -722,8 +722,8 @@ def start_or_resume(config, data):
 def train_run(config, data, log_file):
     """Trains one run, from where it stopped.
 
-    Returns "finished"; "stopped", if it was told to stop and can be resumed; or "diverged", if a loss is
-    not finite.
+    Returns "finished"; "stopped", if it was told to stop and can be resumed; or "diverged", if a
+    loss is not finite.
     """
     run = start_or_resume(config, data)
     if run.resumed == config.steps:
@@ -857,8 +857,8 @@ def check_run(config, data):
     """ValueError if a run can't be trained, or if its folder holds another one."""
     head = make_head(config, data.about)
     if (config.out / "ckpt.pt").exists() and not config.restart:
-        # the log says whose checkpoint it is. the checkpoint may be gigabytes large: we read it once,
-        # when its turn comes
+        # the log says whose checkpoint it is. the checkpoint may be gigabytes large, so we read it
+        # only once, when its turn comes
         there, _ = read_log(config.out / "log.jsonl")
         refuse_another_run(config.out, there, head)
 

@@ -1,4 +1,4 @@
-"""train.py and sample.py: batches, flags, a run and its files, and all the ways in which it may stop."""
+"""train.py and sample.py: batches, flags, a run and its files, and all the ways in which it stops."""
 import json
 import math
 import multiprocessing
@@ -315,6 +315,14 @@ def test_sample_says_the_same_for_the_same_seed(story, capsys):
         assert capsys.readouterr().out != first.out
 
 
+def test_sample_takes_the_newest_checkpoint(story, capsys):
+    for name in ("old", "new"):
+        train_to_the_end([*TOY, "--steps=1", story, f"--out=out/{name}"])
+    os.utime("out/old/ckpt.pt", (0, 0))
+    sample.main(["--max_new_tokens=1", "--device=cpu"])
+    assert "out/new/ckpt.pt: softmax, step 1" in capsys.readouterr().err
+
+
 def test_sample_prints_whole_characters_and_stops_at_the_end_of_a_text(story, monkeypatch, capsys):
     train_to_the_end([*TOY, "--steps=1", story, "--out=run"])
     capsys.readouterr()
@@ -493,6 +501,11 @@ def test_another_pace_is_not_another_run():
     flags = [*TOY, "--attn=diff", "--steps=4", "--out=run"]
     train_in_child(flags, kill_before=("train.training_step", 3))
     pace = ["--save_every=1", "--log_every=2", "--eval_every=2", "--dtype=bfloat16", "--no-flash"]
+    config = one_run(*flags, *pace)
+    data = train.open_data(config)
+    config.vocab_size = data.enc.n_vocab
+    run = train.start_or_resume(config, data)
+    assert not run.model.blocks[0].attn.flash
     train_to_the_end([*flags, *pace])
     assert done_steps("run") == 4
 
@@ -515,7 +528,7 @@ def test_two_processes_do_not_write_to_one_folder():
 
 
 def test_a_checkpoint_that_comes_late_is_looked_at_too(monkeypatch):
-    """Another run's checkpoint comes into the folder after the first look, before the lock is taken."""
+    """Another run's checkpoint comes into the folder after the first look and before the lock."""
     config = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=257)
     Path("run").mkdir()
     lock = train.lock
