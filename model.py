@@ -570,7 +570,7 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         C = config.n_embd
-        width = config.mlp_width or 8 * C // 3 // 8 * 8
+        width = config.mlp_width or max(8, 8 * C // 3 // 8 * 8)
         self.gate_proj = nn.Linear(C, width, bias=False)
         self.up_proj = nn.Linear(C, width, bias=False)
         self.down_proj = nn.Linear(width, C, bias=False)
