@@ -9,6 +9,7 @@ numbers behind them and a figure to <out>/<verb>.md, .json and .png.
 `python bench.py <verb> --help` says what is measured. Tables are those of arXiv 2410.05258.
 """
 import argparse
+import inspect
 import itertools
 import math
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Callable, NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 from torch.utils.benchmark import Timer
 
@@ -26,28 +28,6 @@ import train
 from model import ATTENTION, GPT, KERNELS, GPTConfig, Softmax
 from model import next_token, open_device, pick_kernel, round_to_bf16
 from report import MeanError
-
-LOSS = """Final losses and curves of the runs below some folders.
-
-Runs that differ in the seed alone are one arm. The standard deviation of a run is pooled over the
-arms, and every mean and every difference has a 95 % interval from it (Student's t). An arm is
-compared to softmax with the same settings: all of them but those of the norm and of lambda. Where
-there are several rates, a second table has each arm at its own best. The figure leaves out the fall
-of the first tenth, which is alike for all."""
-
-SPEED = """Tokens per second of attention alone and of the training step (Table 7 of the paper).
-
-Attention alone is A V from projected q, k and v. The training step is a whole one: forward,
-backward, clipping, AdamW. A call takes as many tokens at every length, --batch_size times the
-preset's block_size, but one sequence at least. The arms are timed in turn, in --repeats rounds, so
-that a slow minute slows all of them; each is compared to the first one in the same round."""
-
-DECODE = """Tokens per second and bytes of state of the sampler, by the length of its context.
-
-A greedy step for --num_samples sequences at once, over the last tokens before a full context. For
-one sequence also how many times as fast that is as running the whole context through the model for
-every token, which is how nanoGPT samples."""
-
 
 # loss
 
@@ -83,14 +63,12 @@ def describe_run(folder, head, records):
 
 
 def read_runs(folders):
-    """What is below the folders, as data frames, and the heads of the logs.
+    """The runs below the folders, as three data frames, and the heads of their logs.
 
-    runs: a row for each run, `arm` is its name but for the seed. evals: a row for each evaluation.
-    others: a row for each folder with a log that is broken, unfinished, or of a run that is there
-    already, and which of these it is.
+    runs: a row for each run. The column `arm` is its name without the seed. evals: a row for each
+    evaluation. others: a row for each folder that is left out, and the reason: its log is broken,
+    its run is not finished, or another folder has the same run. Raises ValueError if there is none.
     """
-    import pandas as pd
-
     rows = []
     evals = []
     heads = []
@@ -110,14 +88,15 @@ def read_runs(folders):
                 evals.append(dict(run=str(log.parent), seed=head["seed"]) | known)
     if not rows:
         command = "python train.py --attn=softmax,diff --seed=1,2"
-        raise ValueError(f"no runs there: `{command}` makes some")
+        where = ", ".join(map(str, folders))
+        raise ValueError(f"there are no runs below {where}: `{command}` makes some")
 
     runs = pd.DataFrame(rows).assign(arm=arm_names(rows))
     runs["but for the rate"] = arm_names([row | dict(lr=None) for row in rows])
     # of two folders with the same run the finished one counts
     runs = runs.sort_values("val loss", key=pd.Series.isna, kind="stable")
     again = runs.duplicated(["arm", "seed"])
-    runs.loc[again, "status"] = "the same run as another folder's"
+    runs.loc[again, "status"] = "another folder has the same run"
     others += runs.loc[runs["status"] != "finished", ["run", "status"]].to_dict("records")
     order = {attn: i for i, attn in enumerate(ATTENTION)}
     runs = runs[~again].sort_values(["arm", "seed"])
@@ -141,25 +120,17 @@ def softmax_beside(runs, but_for=()):
 
 
 def summarize(runs, beside):
-    """A row for each arm, and in words the standard deviation behind its intervals.
+    """A table with a row for each arm, and the sentences of the noise behind its intervals.
     beside: {arm: the arm that it is compared to}."""
-    sd, dof = report.pooled_sd(runs, "val loss", by=["arm"])
-    table = report.over_seeds(runs, by=["arm"], values=["val loss"])
-    groups = runs.groupby("arm", sort=False)
-    losses = {arm: values.dropna() for arm, values in groups["val loss"]}
-    differences = []
-    for arm in table["arm"]:
-        if arm in beside and len(losses[arm]) and len(losses[beside[arm]]):
-            differences.append(report.difference(losses[arm], losses[beside[arm]], sd, dof))
-        else:
-            differences.append(None)
-    table["− softmax"] = differences
-    table["tokens"] = groups["tokens"].max().values
-    table["tok/s"] = groups["tok/s"].median().values
-    noise = "unknown, no arm has two seeds"
-    if dof > 0:
-        noise = f"{sd:.4f} nats, pooled over the arms, {dof} degrees of freedom"
-    return table, noise
+    noise = report.Noise(runs.assign(row=runs["arm"], loss=runs["val loss"], pool="all arms"))
+    table = []
+    for arm, group in runs.groupby("arm", sort=False):
+        found = {"arm": arm, "n": int(group["val loss"].count()), "val loss": noise.mean(arm)}
+        found["− softmax"] = noise.difference(arm, beside[arm]) if arm in beside else None
+        found["tokens"] = group["tokens"].max()
+        found["tok/s"] = group["tok/s"].median()
+        table.append(found)
+    return pd.DataFrame(table), noise.sentences()
 
 
 def at_best_rates(runs):
@@ -180,20 +151,26 @@ def at_best_rates(runs):
 
 
 def loss_finding(table):
-    """The title of the figure: which arm has the lowest loss, and by how much below softmax's."""
+    """The title of the figure. Two arms are compared. The lowest of more than two is partly lucky,
+    and the interval of one difference does not know that, so they are only ranked."""
     finished = table.dropna(subset="val loss").to_dict("records")
     if not finished:
         return "No run is finished"
-    lowest = min(finished, key=lambda row: row["val loss"].mean)
-    text = f"{lowest['arm']} has the lowest loss"
-    if lowest["− softmax"] is None:
-        return text
-    mean, error = lowest["− softmax"]
+    # of two arms at most one has a softmax to be compared to: the other one
+    compared = [row for row in finished if row["− softmax"] is not None]
+    if len(finished) > 2 or not compared:
+        finished.sort(key=lambda row: row["val loss"].mean)
+        ranks = [f"{row['arm']} {row['val loss'].mean:.3f}" for row in finished]
+        order = " from the lowest, a ranking and not a test" if len(ranks) > 1 else ""
+        return f"Mean loss{order}: {', '.join(ranks)}"
+    row = compared[0]
+    mean, error = row["− softmax"]
+    where = "below" if mean < 0 else "above"
     if math.isnan(error):
-        return f"{text}, {-mean:.3f} below softmax in one run each"
-    if mean + error > 0:
-        return f"{text}, but not surely below softmax ({mean:.3f} ± {error:.3f})"
-    return f"{text}, {-mean:.3f} ± {error:.3f} below softmax"
+        return f"{row['arm']} is {abs(mean):.3f} {where} softmax, in one run each"
+    if abs(mean) < error:
+        return f"{row['arm']} and softmax can't be told apart ({mean:.3f} ± {error:.3f})"
+    return f"{row['arm']} is {abs(mean):.3f} ± {error:.3f} {where} softmax"
 
 
 def loss_figure(runs, curves, title, unit):
@@ -205,7 +182,8 @@ def loss_figure(runs, curves, title, unit):
     report.line_plot(above, curves, "tokens", "val_loss", by="arm", seed="seed")
     above.set(xscale="log", xlabel="tokens of training", ylabel=f"val loss, {unit}")
 
-    # show what differs: from the best loss up by twice what the runs differ by at a tenth
+    # so that differences can be seen, the axis ends above the best loss by twice as much as the
+    # runs differ at a tenth, or at the worst of the final losses
     losses = curves.sort_values("tokens").groupby("run")["val_loss"]
     best = curves["val_loss"].min()
     spread = losses.first().max() - losses.first().min()
@@ -222,7 +200,14 @@ def loss_figure(runs, curves, title, unit):
 
 
 def loss(args):
-    """See LOSS."""
+    """Final losses and curves of the runs below some folders.
+
+    Runs that differ in the seed alone are one arm. The standard deviation of a run is pooled over
+    the arms, and every mean and every difference has a 95 % interval from it (Student's t). An arm
+    is compared to softmax with the same settings: all of them but those of the norm and of lambda.
+    Where there are several rates, a second table has each arm at its own best. The figure leaves
+    out the fall of the first tenth, which is alike for all.
+    """
     runs, evals, others, heads = read_runs(args.runs)
     per_byte = all(head.get("tokenizer") == "bytes" for head in heads)
     unit = "nats per byte" if per_byte else "nats per token"
@@ -231,17 +216,17 @@ def loss(args):
         about[name] = ", ".join(dict.fromkeys(str(head.get(name)) for head in heads))
 
     table, noise = summarize(runs, softmax_beside(runs))
-    about["sd of a run"] = noise
+    about |= noise
     tables = {f"Final val loss, {unit}: mean of n runs, ± half of a 95 % interval": table}
     shown = runs
     if runs["lr"].nunique() > 1:  # one rate for all may suit one arm only
         shown, rates = at_best_rates(runs)
         table, noise = summarize(shown, softmax_beside(shown, but_for=["lr"]))
         table.insert(1, "rate", table["arm"].map(rates))
-        about["sd of a run at the best rates"] = noise
+        about |= {f"{key} at the best rates": text for key, text in noise.items()}
         tables["Each arm at the best of its rates, chosen on these same runs"] = table
     if len(others):
-        tables["Not in these figures"] = others
+        tables["Runs that are left out"] = others
     # from the first step on: there is no 0 on a logarithmic axis
     curves = evals[evals["step"] > 0].merge(shown[["run", "arm"]])
     figure = loss_figure(shown, curves, loss_finding(table), unit)
@@ -361,8 +346,6 @@ def time_arms(args, case):
 def publish_timings(args, name, cases):
     """Times the cases, and publishes a table and a panel for each of their parts.
     Raises ValueError if there is nothing but failures. What was published before stays then."""
-    import pandas as pd
-
     rows = []
     timings = []
     for case in cases:
@@ -373,8 +356,9 @@ def publish_timings(args, name, cases):
         raise ValueError(f"nothing could be timed: {rows[0]['failed']}")
     timings = pd.DataFrame(timings)
 
-    how = "medians of the rounds; × in the same round, ± half the distance between the quartiles"
+    how = "medians over the rounds; × compares within a round, ± half the quartiles' distance"
     tables = {}
+    # an arm that failed has a row, too, which says why
     for part in dict.fromkeys(row["part"] for row in rows):
         table = pd.DataFrame([row for row in rows if row["part"] == part])
         tables[f"{part.capitalize()} ({how})"] = table.drop(columns="part")
@@ -385,12 +369,12 @@ def publish_timings(args, name, cases):
     findings = []
     for ax, part in zip(axes, parts):
         rounds = timings[timings["part"] == part]
-        # the first thing that is timed. The forward part and the recomputing are in the table
+        # only what is timed first: the forward part and the recomputing are in the table
         rounds = rounds[rounds["what"] == rounds["what"].iloc[0]]
         draw_speeds(ax, rounds)
         ax.set_title(part)
         findings.append(f"{fastest(rounds, first)} ({part}, {rounds['T'].max():,} tokens)")
-    report.add_title(figure, f"Fastest: {'; '.join(findings[:2])}")
+    report.add_title(figure, f"Fastest: {'; '.join(findings)}")
 
     about = report.conditions(args.device, dtype=args.dtype, compiled=args.compile)
     about |= size_of(args.preset) | dict(decay=args.decay, rounds=args.repeats)
@@ -415,11 +399,14 @@ def draw_speeds(ax, rounds):
 def fastest(rounds, first):
     """In words: the fastest arm at the largest T, and how many times as fast as `first` it is."""
     at_the_end = rounds[rounds["T"] == rounds["T"].max()]
-    speeds = at_the_end.groupby("arm")["tokens/s"].median()
-    arm = speeds.idxmax()
+    speeds = at_the_end.pivot(index="round", columns="arm", values="tokens/s")
+    arm = speeds.median().idxmax()
+    # an arm that failed has no timings
     if arm == first or first not in speeds:
         return arm
-    return f"{arm}, {speeds[arm] / speeds[first]:.1f} × {first}"
+    # as in the table: a slow round slows both, so compare within it and take the median then
+    times = (speeds[arm] / speeds[first]).median()
+    return f"{arm}, {times:.1f} × {first}"
 
 
 # speed
@@ -479,7 +466,13 @@ def build_training_step(args, attn, kernel, B, T):
 
 
 def speed(args):
-    """See SPEED."""
+    """Tokens per second of attention alone and of the training step (Table 7 of the paper).
+
+    Attention alone is A V from projected q, k and v. The training step is a whole one: forward,
+    backward, clipping, AdamW. A call takes as many tokens at every length, --batch_size times the
+    preset's block_size, but one sequence at least. The arms are timed in turn, in --repeats rounds,
+    so that a slow minute slows all of them. Each is compared to the first one in the same round.
+    """
     set_up(args)
     preset = train.PRESETS[args.preset]
     tokens = (args.batch_size or preset["batch_size"]) * preset["block_size"]
@@ -505,9 +498,14 @@ def build_decoding(args, attn, kernel, B, T):
     if args.dtype == "bfloat16":
         # as in sample.py: autocast would cast the weights anew for every token
         round_to_bf16(model)
-    run = model.step
+    run_step = model.step
+    run_whole = model
     if args.compile:
-        run = torch.compile(model.step, mode="reduce-overhead", fullgraph=True)  # with CUDA graphs
+        # both, or the ratio of the two would be that of compiled to eager. reduce-overhead: with
+        # CUDA graphs, as in sample.py. Not dynamic: each length is compiled for itself
+        options = dict(mode="reduce-overhead", dynamic=False)
+        run_step = torch.compile(model.step, fullgraph=True, **options)
+        run_whole = torch.compile(model, **options)
     context = torch.zeros(B, T, dtype=torch.int64, device=args.device)  # any token takes as long
     with torch.inference_mode(), args.autocast:
         _, state = model.prefill(context[:, :1])
@@ -518,12 +516,12 @@ def build_decoding(args, attn, kernel, B, T):
         with torch.inference_mode(), args.autocast:
             if next(steps) % room == 0:
                 state["length"].fill_(T - room)  # the context was full: back by some tokens
-            logits = run(context[:, :1], state)
+            logits = run_step(context[:, :1], state)
             return next_token(logits[:, -1], temperature=0)
 
     def recompute():
         with torch.inference_mode(), args.autocast:
-            logits, _ = model(context)
+            logits, _ = run_whole(context)
             return next_token(logits[:, -1], temperature=0)
 
     state_bytes = sum(tensor.nbytes for layer in state["layers"] for tensor in layer.values())
@@ -534,7 +532,12 @@ def build_decoding(args, attn, kernel, B, T):
 
 
 def decode(args):
-    """See DECODE."""
+    """Tokens per second and bytes of state of the sampler, by the length of its context.
+
+    A step takes the likeliest token for --num_samples sequences at once. The steps that are timed
+    are the last ones before the context is full. For one sequence, a step is also compared to
+    running the whole context through the model for every token, which is how nanoGPT samples.
+    """
     set_up(args)
     lengths = args.T
     if lengths is None:
@@ -550,11 +553,6 @@ def decode(args):
 # flags
 
 
-def add_loss_flags(p):
-    p.add_argument("runs", nargs="*", type=Path, default=[Path("out")],
-                   help="folders: all runs below them (out)")
-
-
 def add_timing_flags(p):
     """The flags that speed and decode share."""
     whole_numbers = train.comma_list(train.positive_int)
@@ -563,27 +561,17 @@ def add_timing_flags(p):
     p.add_argument("--arms", type=train.comma_list(train.arm), default=list(ATTENTION),
                    help="comma list of arms; the others are compared to the first (all)")
     p.add_argument("--kernel", type=train.comma_list(kernel_name), default=["auto"],
-                   help=f"comma list, of softmax and diff: auto, {', '.join(KERNELS)} (auto)")
-    p.add_argument("--decay", action=switch, default=False, help="heads forget (off)")
+                   help=f"comma list, for softmax and diff: auto, {', '.join(KERNELS)} (auto)")
+    p.add_argument("--decay", action=switch, default=False, help="let heads forget (off)")
     p.add_argument("--T", type=whole_numbers,
                    help="comma list of lengths in tokens (1024 and more on cuda, less on a CPU)")
     p.add_argument("--repeats", type=train.positive_int, default=7, help="rounds (%(default)s)")
     p.add_argument("--preset", choices=train.PRESETS,
-                   help="train.py's, for the size of the model (gpt2 on cuda, else toy)")
+                   help="the preset of train.py with the model's size (gpt2 on cuda, else toy)")
     p.add_argument("--device", default=default, help="cuda, cuda:1, cpu (%(default)s)")
     p.add_argument("--dtype", choices=["float32", "bfloat16"],
-                   help="of the matrix products (bfloat16 on cuda, else float32)")
-    p.add_argument("--compile", action=switch, help="torch.compile (on cuda)")
-
-
-def add_speed_flags(p):
-    p.add_argument("--batch_size", type=train.positive_int,
-                   help="sequences of the preset's block_size in a call (the preset's)")
-
-
-def add_decode_flags(p):
-    p.add_argument("--num_samples", type=train.comma_list(train.positive_int), default=[1, 8, 64],
-                   help="comma list: sequences at once (1,8,64)")
+                   help="precision of the matrix products (bfloat16 on cuda, else float32)")
+    p.add_argument("--compile", action=switch, help="use torch.compile (on cuda)")
 
 
 def kernel_name(text):
@@ -593,8 +581,10 @@ def kernel_name(text):
     return text
 
 
-def add_verb(verbs, name, function, text):
-    """The parser of a verb, with the flag that all verbs have."""
+def add_verb(verbs, function):
+    """The parser of a verb, with the flag that all verbs have. Its help is the docstring."""
+    name = function.__name__
+    text = inspect.getdoc(function)
     usage = f"bench.py {name} [--flag=value ...]    (--help lists the flags)"
     p = verbs.add_parser(name, usage=usage, help=text.splitlines()[0], description=text,
                          formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -609,14 +599,17 @@ def main(argv=None):
         prog="bench.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     verbs = parser.add_subparsers(required=True, metavar="verb")
-    p = add_verb(verbs, "loss", loss, LOSS)
-    add_loss_flags(p)
-    p = add_verb(verbs, "speed", speed, SPEED)
+    p = add_verb(verbs, loss)
+    p.add_argument("runs", nargs="*", type=Path, default=[Path("out")],
+                   help="folders, of which all runs below them are read (out)")
+    p = add_verb(verbs, speed)
     add_timing_flags(p)
-    add_speed_flags(p)
-    p = add_verb(verbs, "decode", decode, DECODE)
+    p.add_argument("--batch_size", type=train.positive_int,
+                   help="sequences of the preset's block_size in a call (the preset's)")
+    p = add_verb(verbs, decode)
     add_timing_flags(p)
-    add_decode_flags(p)
+    p.add_argument("--num_samples", type=train.comma_list(train.positive_int), default=[1, 8, 64],
+                   help="comma list: sequences at once (1,8,64)")
     args = parser.parse_args(argv)
     report.check_can_publish(args.out)  # now, and not after hours of timing
     args.verb(args)

@@ -1,15 +1,17 @@
 """
 Publishes a result, its tables and its figure together, and does the statistics over seeds for it.
 
-    runs = pd.DataFrame(rows)                               # a row for each run: arm, seed, loss
-    table = over_seeds(runs, by=["arm"], values=["loss"])   # a row for each arm
+    runs = pd.DataFrame(results)        # a line for each run: row (which arm it is), seed, loss
+    noise = Noise(runs)
+    rows = runs["row"].unique()
+    table = pd.DataFrame([{"row": row, "loss": noise.mean(row)} for row in rows])
     figure, (ax,) = new_figure()
-    dot_plot(ax, runs, "loss", row="arm")
+    dot_plot(ax, runs, "loss", row="row")
     ax.set(xlabel="val loss, nats per byte")
     add_title(figure, "The difference gains nothing")
-    publish(Path("out"), "toy", conditions(device), {"Val loss by arm": table}, figure, runs)
+    about = conditions(device) | noise.sentences()
+    publish(Path("out"), "toy", about, {"Val loss by arm": table}, figure, runs)
 """
-import itertools
 import json
 import math
 import platform
@@ -115,25 +117,82 @@ def difference(a, b, sd, dof):
     return MeanError(mean, half_width(sd, dof, len(a), len(b)))
 
 
-def over_seeds(df, by, values):
-    """A row for each group of the columns `by`: n, its number of runs that have all the values, and
-    the means of the columns `values`. They have a 95 % interval from the standard deviation that is
-    pooled over all groups. A mean of no values is None.
+class Noise:
+    """How much the runs of one row differ, and so what can be said of means and of differences.
 
-        over_seeds(runs, by=["arm", "decay"], values=["loss"])      # columns arm, decay, n, loss
+    runs: a data frame with a line for each run and the columns `row`, `loss` and perhaps `pool`. The
+    standard deviation of a run around the mean of its row is pooled over the rows. Where some rows
+    are louder than others, the column `pool` says which of them share a standard deviation.
+
+        noise = Noise(pd.DataFrame(dict(row=list("aabb"), loss=[1.0, 1.2, 2.0, 2.2])))
+        noise.difference("b", "a")      # MeanError(1.0, 0.61)
     """
-    import pandas as pd
 
-    pooled = {value: pooled_sd(df, value, by) for value in values}
-    rows = []
-    for key, group in df.groupby(by, sort=False, dropna=False):
-        row = dict(zip(by, key))
-        row["n"] = len(group.dropna(subset=values))
-        for value in values:
-            found = group[value].dropna()
-            row[value] = mean_interval(found, *pooled[value]) if len(found) else None
-        rows.append(row)
-    return pd.DataFrame(rows)
+    def __init__(self, runs):
+        self.runs = runs if "pool" in runs else runs.assign(pool="all rows")
+        self.pools = {}  # {pool: (standard deviation, degrees of freedom)}
+        for pool, group in self.runs.groupby("pool", sort=False):
+            self.pools[pool] = pooled_sd(group, "loss", ["row"])
+
+    def of(self, *groups):
+        """The standard deviation of a run and its degrees of freedom, for the runs of a row or for
+        the difference of two rows.
+
+        Rows of two pools get Welch's interval. The variance of their difference is
+        s_a^2 / n_a + s_b^2 / n_b, and the degrees of freedom are Satterthwaite's. What is returned
+        is the one standard deviation of a run with which difference() comes to that variance.
+        """
+        parts = {}  # what each pool adds to the variance of the difference
+        for group in groups:
+            pool = group["pool"].iloc[0]
+            sd, dof = self.pools[pool]
+            if dof == 0:  # no row of this pool has two runs
+                return math.nan, 0
+            parts[pool] = parts.get(pool, 0) + sd**2 / len(group)
+        variance = sum(parts.values())
+        # one pool needs no formula, and where no run differs there is nothing to divide by
+        if len(parts) == 1 or variance == 0:
+            return sd, dof
+        shares = [part**2 / self.pools[pool][1] for pool, part in parts.items()]
+        sd = math.sqrt(variance / sum(1 / len(group) for group in groups))
+        return sd, variance**2 / sum(shares)
+
+    def losses(self, row):
+        """The runs of a row that have a loss."""
+        return self.runs[self.runs["row"] == row].dropna(subset=["loss"])
+
+    def mean(self, row):
+        """The mean loss of a row with its 95 % interval, or None if no run has a loss."""
+        a = self.losses(row)
+        return None if a.empty else mean_interval(a["loss"], *self.of(a))
+
+    def difference(self, row, base):
+        """The mean loss of a row less that of the row `base`, with its 95 % interval. It is None if
+        one of them has no run with a loss."""
+        a = self.losses(row)
+        b = self.losses(base)
+        if a.empty or b.empty:
+            return None
+        return difference(a["loss"], b["loss"], *self.of(a, b))
+
+    def sentences(self):
+        """For each pool, how loud it is and how far apart two means must be. For publish's about.
+
+            noise.sentences()   # {"noise of all rows": "the sd of a run is 0.0040 (4 degrees ..."}
+        """
+        said = {}
+        for pool, (sd, dof) in self.pools.items():
+            text = "unknown, because no row has two runs"
+            if dof:
+                # for rows with all of their seeds. a row that lacks some needs a larger difference
+                runs = self.runs[self.runs["pool"] == pool]
+                n = int(runs.groupby("row")["loss"].count().max())
+                text = (
+                    f"the sd of a run is {sd:.4f} ({dof} degrees of freedom), so two means of {n} "
+                    f"runs must differ by {half_width(sd, dof, n, n):.3f} to be told apart"
+                )
+            said[f"noise of {pool}"] = text
+        return said
 
 
 # conditions and files
@@ -384,37 +443,45 @@ def label_ends(ax):
                     color=color, arrowprops=thread, **place)
 
 
-def dot_plot(ax, df, value, row, condition=None):
+def dot_plot(ax, df, value, row, condition=None, pool=None):
     """Draws a row for each value of the column `row`, from the top in the order of df. Each run is
     a dot at its `value`. An upright line is their mean, and a level one is the 95 % interval of the
     mean, from the standard deviation that is pooled over all groups.
 
     condition: a column of two values. The dots of the first are hollow, those of the second filled,
     and the first row says which is which.
+    pool: a column that says which groups share a standard deviation. Beside a table from a Noise
+    with the same pools, the intervals of the figure are those of the table.
 
         figure, (ax,) = new_figure(size=(7, 1.5 + 0.5 * n_arms))
         dot_plot(ax, runs, "loss", row="arm", condition="decay")
         ax.set(xlabel="val loss, nats per byte")
         add_title(figure, "Decay helps each arm")
+
+        runs = runs.assign(pool=runs["decay"].map({True: "with decay", False: "without"}))
+        dot_plot(ax, runs, "loss", row="arm", condition="decay", pool="pool")
     """
     df = df.dropna(subset=[value])
+    # without these columns all runs have the same value in them
     if condition is None:
         df = df.assign(condition="")
         condition = "condition"
-    sd, dof = pooled_sd(df, value, [row, condition])
+    if pool is None:
+        df = df.assign(pool="all groups")
+        pool = "pool"
+    pools = {}  # {pool: (standard deviation, degrees of freedom)}
+    for name, runs in df.groupby(pool):
+        pools[name] = pooled_sd(runs, value, [row, condition])
     rows = list(df[row].unique())
     levels = list(df[condition].unique())
     look = styles(rows)
-    for label, level in itertools.product(rows, levels):
-        chosen = df.loc[(df[row] == label) & (df[condition] == level), value]
-        if chosen.empty:
-            continue
+    for (label, level), runs in df.groupby([row, condition], sort=False):
         hollow = len(levels) == 2 and level == levels[0]
         above = -0.17 if hollow else 0.17  # upwards is negative: the first row is on top
         height = rows.index(label) + (above if len(levels) == 2 else 0)
         color = look[label]["color"]
-        mean, error = mean_interval(chosen, sd, dof)
-        ax.scatter(chosen, [height] * len(chosen), s=36, linewidths=1.2, edgecolors=color,
+        mean, error = mean_interval(runs[value], *pools[runs[pool].iloc[0]])
+        ax.scatter(runs[value], [height] * len(runs), s=36, linewidths=1.2, edgecolors=color,
                    facecolors="white" if hollow else color, alpha=0.6)
         ax.errorbar(mean, height, xerr=error, color=color, linewidth=2, capsize=4, zorder=3)
         ax.plot(mean, height, marker="|", markersize=15, markeredgewidth=2.6, color=color, zorder=3)

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from matplotlib.text import Text
+from scipy import stats
 
 import bench
 import report
@@ -36,38 +37,34 @@ def tiny_toy(monkeypatch):
 
 def two_arms():
     """a has the mean 2 and b the mean 6. The squared distances are 1 + 1 and 1 + 1 + 4."""
-    return pd.DataFrame(dict(arm=list("aabbb"), loss=[1.0, 3.0, 5.0, 5.0, 8.0]))
+    return pd.DataFrame(dict(row=list("aabbb"), loss=[1.0, 3.0, 5.0, 5.0, 8.0]))
 
 
 # statistics
 
 
 def test_the_standard_deviation_is_pooled_over_groups():
-    sd, dof = report.pooled_sd(two_arms(), "loss", by=["arm"])
+    sd, dof = report.pooled_sd(two_arms(), "loss", by=["row"])
     assert dof == 3
     assert sd == pytest.approx(math.sqrt((2 + 6) / 3))
 
 
 def test_a_run_without_a_value_does_not_count():
-    unfinished = pd.DataFrame(dict(arm=["a", "c"], loss=[math.nan, math.nan]))
-    df = pd.concat([two_arms(), unfinished])
-    finished = report.pooled_sd(two_arms(), "loss", by=["arm"])
-    assert report.pooled_sd(df, "loss", by=["arm"]) == finished
-    table = report.over_seeds(df, by=["arm"], values=["loss"])
-    assert table["arm"].tolist() == ["a", "b", "c"]
-    assert table["n"].tolist() == [2, 3, 0]
-    assert table["loss"][2] is None
+    unfinished = pd.DataFrame(dict(row=["a", "c"], loss=[math.nan, math.nan]))
+    noise = report.Noise(pd.concat([two_arms(), unfinished]))
+    finished = report.Noise(two_arms())
+    assert noise.pools == finished.pools
+    assert noise.mean("a") == finished.mean("a")
+    assert noise.mean("c") is None
+    assert noise.difference("a", "c") is None
 
 
 def test_without_two_seeds_there_is_no_interval():
-    df = pd.DataFrame(dict(arm=["a", "b"], loss=[1.0, 2.0]))
-    sd, dof = report.pooled_sd(df, "loss", by=["arm"])
-    assert math.isnan(sd)
-    assert dof == 0
-    a, b = report.over_seeds(df, by=["arm"], values=["loss"])["loss"]
-    assert a.mean == 1.0
-    assert math.isnan(a.error)
-    assert report.format_cell(b) == "2.000"
+    noise = report.Noise(pd.DataFrame(dict(row=["a", "b"], loss=[1.0, 2.0])))
+    assert noise.mean("a").mean == 1.0
+    assert math.isnan(noise.mean("a").error)
+    assert report.format_cell(noise.difference("b", "a")) == "1.000"
+    assert noise.sentences() == {"noise of all rows": "unknown, because no row has two runs"}
 
 
 def test_intervals_by_hand():
@@ -80,10 +77,47 @@ def test_intervals_by_hand():
     assert found == pytest.approx((5.0, T_3 * math.sqrt(4 / 3)), abs=1e-4)
 
 
-def test_over_seeds_uses_the_pooled_error():
-    a, b = report.over_seeds(two_arms(), by=["arm"], values=["loss"])["loss"]
-    assert a == pytest.approx((2.0, T_3 * math.sqrt(8 / 3) / math.sqrt(2)), abs=1e-3)
-    assert b == pytest.approx((6.0, T_3 * math.sqrt(8 / 3) / math.sqrt(3)), abs=1e-3)
+def test_means_and_differences_have_the_pooled_error():
+    noise = report.Noise(two_arms())
+    half = T_3 * math.sqrt(8 / 3)
+    assert noise.mean("a") == pytest.approx((2.0, half / math.sqrt(2)), abs=1e-3)
+    assert noise.mean("b") == pytest.approx((6.0, half / math.sqrt(3)), abs=1e-3)
+    expected = 4.0, half * math.sqrt(1 / 2 + 1 / 3)
+    assert noise.difference("b", "a") == pytest.approx(expected, abs=1e-3)
+    least = half * math.sqrt(2 / 3)
+    (said,) = noise.sentences().values()
+    assert f"two means of 3 runs must differ by {least:.3f} to be told apart" in said
+
+
+def test_a_difference_of_two_pools_is_welchs():
+    rng = np.random.default_rng(0)
+    quiet = rng.normal(3.0, 0.1, 6)
+    loud = rng.normal(3.2, 1.0, 4)
+    runs = pd.DataFrame(dict(row=["quiet"] * 6 + ["loud"] * 4, loss=[*quiet, *loud]))
+    noise = report.Noise(runs.assign(pool=runs["row"]))
+    # with one row in each pool this is Welch's test as everybody knows it
+    interval = stats.ttest_ind(loud, quiet, equal_var=False).confidence_interval(0.95)
+    mean, half = noise.difference("loud", "quiet")
+    assert (mean - half, mean + half) == pytest.approx((interval.low, interval.high))
+    # a mean has the error of its own pool
+    error = report.mean_interval(quiet, quiet.std(ddof=1), 5).error
+    assert noise.mean("quiet").error == pytest.approx(error)
+
+
+def test_a_pool_of_which_nothing_is_known_gives_no_interval():
+    runs = two_arms().assign(pool="known")
+    runs.loc[len(runs)] = ["c", 7.0, "a single run"]
+    noise = report.Noise(runs)
+    # in either order, and the other rows are as they were
+    assert noise.difference("c", "a").mean == 5.0
+    assert math.isnan(noise.difference("c", "a").error)
+    assert math.isnan(noise.difference("a", "c").error)
+    assert noise.difference("b", "a") == report.Noise(two_arms()).difference("b", "a")
+
+
+def test_runs_that_do_not_differ_have_an_interval_of_no_width():
+    runs = pd.DataFrame(dict(row=list("aabb"), loss=[1.0, 1.0, 2.0, 2.0], pool=list("xxyy")))
+    assert report.Noise(runs).difference("b", "a") == (1.0, 0.0)
 
 
 # tables and files
@@ -196,7 +230,7 @@ def test_labels_at_the_ends_do_not_lie_on_each_other():
 
 def test_a_dot_for_each_run_and_the_interval_of_the_mean():
     figure, (ax,) = report.new_figure()
-    report.dot_plot(ax, two_arms(), "loss", row="arm")
+    report.dot_plot(ax, two_arms(), "loss", row="row")
     dots = [dots.get_offsets().tolist() for dots in ax.collections if len(dots.get_offsets()) > 1]
     assert dots == [[[1, 0], [3, 0]], [[5, 1], [5, 1], [8, 1]]]
     (bar,) = ax.containers[0].lines[2]
@@ -209,8 +243,8 @@ def test_a_dot_for_each_run_and_the_interval_of_the_mean():
 
 def test_the_first_of_two_conditions_is_hollow():
     figure, (ax,) = report.new_figure()
-    df = two_arms().assign(arm="diff", decay=["without", "without", "with", "with", "with"])
-    report.dot_plot(ax, df, "loss", row="arm", condition="decay")
+    df = two_arms().assign(row="diff", decay=["without", "without", "with", "with", "with"])
+    report.dot_plot(ax, df, "loss", row="row", condition="decay")
     dots = [dots for dots in ax.collections if len(dots.get_offsets()) > 1]
     hollow = dots[0]
     filled = dots[1]
@@ -218,6 +252,19 @@ def test_the_first_of_two_conditions_is_hollow():
     assert filled.get_facecolor()[0, :3].tolist() == filled.get_edgecolor()[0, :3].tolist()
     assert hollow.get_offsets()[0, 1] < filled.get_offsets()[0, 1]
     assert [text.get_text() for text in ax.texts] == ["without", "with"]
+
+
+def test_figure_and_table_agree_where_there_are_pools():
+    runs = pd.DataFrame(dict(arm=list("aaaabb"), decay=list("nnyyyy"), loss=[1, 3, 5, 5.2, 7, 7.1]))
+    runs = runs.assign(pool=runs["decay"], row=runs["arm"] + runs["decay"])
+    noise = report.Noise(runs)
+    _, (ax,) = report.new_figure()
+    report.dot_plot(ax, runs, "loss", row="arm", condition="decay", pool="pool")
+    # the intervals are drawn in the order of the runs
+    for bars, row in zip(ax.containers, ("an", "ay", "by"), strict=True):
+        mean, half = noise.mean(row)
+        ends = bars.lines[2][0].get_segments()[0][:, 0]
+        assert ends.tolist() == pytest.approx([mean - half, mean + half])
 
 
 # loss
@@ -269,7 +316,8 @@ def test_loss_by_hand():
     assert rows["linear"]["− softmax"]["error"] == pytest.approx(half * math.sqrt(1.5), rel=1e-3)
 
     result = json.loads(Path("results/loss.json").read_text())
-    assert result["about"]["sd of a run"].startswith("0.6403 nats, pooled over the arms, 2 degrees")
+    said = result["about"]["noise of all arms"]
+    assert said.startswith("the sd of a run is 0.6403 (2 degrees of freedom)")
     runs = {run["run"]: run for run in result["runs"]}
     assert list(runs) == ["a1", "a2", "b1", "b2", "c1", "c2"]
     assert runs["b2"]["val loss"] == 3.3
@@ -321,7 +369,7 @@ def test_a_run_is_counted_once_and_a_broken_log_is_named():
     assert table[0]["val loss"]["mean"] == 2.0
     reasons = {row["run"]: row["status"] for row in others}
     assert reasons.keys() == {"copy", "cut", "broken"}
-    assert reasons["copy"] == reasons["cut"] == "the same run as another folder's"
+    assert reasons["copy"] == reasons["cut"] == "another folder has the same run"
     assert "broken/log.jsonl is not a whole log" in reasons["broken"]
 
 
@@ -333,32 +381,45 @@ def test_runs_that_are_not_finished_have_their_curves():
     assert len(others) == 2
 
 
-def test_the_curves_show_what_differs():
+def test_the_axes_of_the_curves_show_what_differs():
+    """The runs fall by 1 and end 0.01 apart: on an axis with the whole fall that is a hair."""
     fake_run("a", "softmax", 1, 2.0)
-    fake_run("b", "diff", 1, 2.5)
+    fake_run("b", "diff", 1, 2.01)
     runs, evals, _, _ = bench.read_runs([Path()])
     curves = evals.merge(runs[["run", "arm"]])
     figure = bench.loss_figure(runs, curves, "A title", "nats per token")
-    above, below = figure.axes
-    # the runs differ by 0.5 at first, so from 2 up by twice that, and a twentieth more each way
-    assert above.get_ylim() == pytest.approx((1.95, 3.05))
-    assert above.get_xscale() == "log"
-    assert "nats per token" in below.get_xlabel()
+    low, high = figure.axes[0].get_ylim()
+    assert low < 2.0
+    assert 2.01 < high
+    assert 0.01 > (high - low) / 4
 
 
 @pytest.mark.parametrize(
-    "lowest, difference, title",
+    "difference, title",
     [
-        ("diff", MeanError(-0.05, 0.01), "diff has the lowest loss, 0.050 ± 0.010 below softmax"),
-        ("diff", MeanError(-0.05, 0.06), "diff has the lowest loss, but not surely below softmax"),
-        ("diff", MeanError(-0.05, math.nan), "diff has the lowest loss, 0.050 below softmax in one"),
-        ("softmax", None, "softmax has the lowest loss"),
+        (MeanError(-0.05, 0.01), "diff is 0.050 ± 0.010 below softmax"),
+        (MeanError(0.05, 0.01), "diff is 0.050 ± 0.010 above softmax"),
+        (MeanError(-0.05, 0.06), "diff and softmax can't be told apart (-0.050 ± 0.060)"),
+        (MeanError(-0.05, math.nan), "diff is 0.050 below softmax, in one run each"),
     ],
 )
-def test_the_title_says_no_more_than_the_interval(lowest, difference, title):
-    row = {"arm": lowest, "val loss": MeanError(1.0, 0.01), "− softmax": difference}
-    other = {"arm": "linear", "val loss": MeanError(2.0, 0.01), "− softmax": None}
-    assert bench.loss_finding(pd.DataFrame([other, row])).startswith(title)
+def test_the_title_says_no_more_than_the_interval(difference, title):
+    softmax = {"arm": "softmax", "val loss": MeanError(1.0, 0.01), "− softmax": None}
+    diff = {"arm": "diff", "val loss": MeanError(1.05, 0.01), "− softmax": difference}
+    unfinished = {"arm": "linear", "val loss": None, "− softmax": None}
+    assert bench.loss_finding(pd.DataFrame([softmax, diff, unfinished])) == title
+
+
+def test_the_lowest_of_several_arms_is_only_ranked():
+    table = []
+    for arm, mean in dict(softmax=2.0, diff=1.5, linear=3.0).items():
+        difference = None if arm == "softmax" else MeanError(mean - 2.0, 0.01)
+        table.append({"arm": arm, "val loss": MeanError(mean, 0.01), "− softmax": difference})
+    title = bench.loss_finding(pd.DataFrame(table))
+    assert title.endswith("a ranking and not a test: diff 1.500, softmax 2.000, linear 3.000")
+    assert bench.loss_finding(pd.DataFrame(table[:1])) == "Mean loss: softmax 2.000"
+    table[0]["val loss"] = None
+    assert bench.loss_finding(pd.DataFrame(table[:1])) == "No run is finished"
 
 
 def test_losses_of_bytes_are_per_byte():
@@ -407,6 +468,19 @@ def test_ratios_are_taken_within_a_round(monkeypatch):
     assert slow | {"tokens/s": 1.6} in timings
 
 
+def test_the_title_compares_within_a_round_as_the_table_does():
+    """The ratios of the rounds are 3, 1.2 and 0.5. That of the medians, 3 and 2, would be 1.5."""
+    speeds = dict(softmax=[1.0, 10.0, 2.0], diff=[3.0, 12.0, 1.0])
+    rounds = []
+    for arm, values in speeds.items():
+        for number, value in enumerate(values, 1):
+            rounds.append({"arm": arm, "T": 64, "round": number, "tokens/s": value})
+            rounds.append({"arm": arm, "T": 32, "round": number, "tokens/s": 1 / value})
+    assert bench.fastest(pd.DataFrame(rounds), "softmax") == "diff, 1.2 × softmax"
+    assert bench.fastest(pd.DataFrame(rounds), "diff") == "diff"
+    assert bench.fastest(pd.DataFrame(rounds), "an arm that failed") == "diff"
+
+
 def test_speed_times_attention_and_the_training_step(tiny_toy):
     flags = ["--device=cpu", "--repeats=2", "--T=16", "--kernel=auto,cudnn"]
     tables = measured("speed", *flags)
@@ -439,6 +513,34 @@ def test_decode_counts_the_bytes_of_the_state(tiny_toy):
             assert row["step, tokens/s"] > 0
     assert by_arm(one)["diff"]["step, × recompute"]["mean"] > 0
     assert "step, × recompute" not in three[0]
+
+
+def test_the_title_names_every_part(tiny_toy, monkeypatch):
+    titles = []
+    # the title in the figure is broken into lines
+    monkeypatch.setattr(report, "add_title", lambda figure, title: titles.append(title))
+    flags = ["--device=cpu", "--repeats=1", "--T=16", "--arms=softmax", "--num_samples=1,2,3"]
+    measured("decode", *flags)
+    parts = ["one sequence", "2 sequences at once", "3 sequences at once"]
+    findings = [f"softmax ({part}, 16 tokens)" for part in parts]
+    assert titles == [f"Fastest: {'; '.join(findings)}"]
+
+
+@pytest.mark.parametrize(
+    "flag, compiled", [("--compile", ["step", "forward"]), ("--no-compile", [])]
+)
+def test_a_step_and_recomputing_are_both_compiled_or_neither(flag, compiled, tiny_toy, monkeypatch):
+    found = []
+
+    # the real one takes half a minute, and says nothing of what it was called with
+    def compile(function, **options):
+        found.append("forward" if isinstance(function, torch.nn.Module) else function.__name__)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile)
+    flags = ["--device=cpu", "--repeats=1", "--T=16", "--arms=diff", "--num_samples=1"]
+    measured("decode", *flags, flag)
+    assert found == compiled
 
 
 @pytest.mark.parametrize("verb", ["speed", "decode"])
@@ -485,15 +587,24 @@ def test_a_wrong_flag_is_named_in_one_line(flags, says, capsys):
 
 
 def test_what_cannot_be_compared_or_used_is_said():
-    with pytest.raises(ValueError, match="no runs there: `python train.py"):
+    with pytest.raises(ValueError, match="no runs below out: `python train.py"):
         bench.main(["loss"])
     with pytest.raises(ValueError, match="the device tpu9"):
         bench.main(["speed", "--device=tpu9"])
 
 
-@pytest.mark.parametrize("verb", ["loss", "speed", "decode"])
-def test_each_verb_has_its_own_help(verb, capsys):
+@pytest.mark.parametrize(
+    "verb, has, lacks",
+    [
+        ("loss", "all runs below them are read", "--repeats"),
+        ("speed", "--batch_size", "--num_samples"),
+        ("decode", "--num_samples", "--batch_size BATCH_SIZE"),
+    ],
+)
+def test_each_verb_has_its_own_flags(verb, has, lacks, capsys):
     with pytest.raises(SystemExit) as stop:
         bench.main([verb, "--help"])
     assert stop.value.code == 0
-    assert getattr(bench, verb.upper()) in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert has in text
+    assert lacks not in text
