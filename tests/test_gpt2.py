@@ -269,14 +269,16 @@ def test_nothing_is_compared_before_all_of_its_seeds_are_there(pretend):
 
 def test_an_arm_that_diverges_on_a_compared_seed_takes_its_next_best_rate(pretend):
     def loss(row, seed, rate):
-        if row == "diff" and rate == 3e-3 and seed == 3:
+        # its best rate, and then the next best one
+        if row == "diff" and (rate, seed) in [(3e-3, 3), (1.5e-3, 2)]:
             return math.nan
         best = 1.5e-3 if row == "softmax" else 3e-3
         return 3 + 0.01 * math.log2(rate / best) ** 2 + 0.001 * (rate > best) + NOISE[seed]
 
     runs, compared = pretend(loss, "softmax", "diff")
     assert seeds_of(runs, "diff", rate=3e-3) == [1, 2, 3, 4]
-    assert seeds_of(compared, "diff", rate=1.5e-3) == [2, 3, 4]
+    assert seeds_of(runs, "diff", rate=1.5e-3) == [1, 2, 3, 4]
+    assert seeds_of(compared, "diff", rate=6e-3) == [2, 3, 4]
     assert seeds_of(compared, "softmax", rate=1.5e-3) == [2, 3, 4]
     assert len(compared) == 6
 
