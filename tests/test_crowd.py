@@ -194,9 +194,16 @@ def test_all_parts_run_stop_and_go_on(tmp_path, small, monkeypatch, capsys):
     again = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
     assert [row["loss"] for row in again] == [row["loss"] for row in rows]
 
+    # runs of more steps are another task: they don't belong into the lines of the figure
+    drawn = []
+    draw = crowd.draw_accuracy
+    monkeypatch.setattr(crowd, "draw_accuracy", lambda ax, df: drawn.append(df) or draw(ax, df))
+    crowd.main(["train", "--steps=3", "--procs=1", "--seed=3", out])
     crowd.main(["figure", "--steps=2", out])
+    assert set(drawn[0]["steps"]) == {2}
     published = json.loads((tmp_path / "crowd.json").read_text())
-    assert len(published["runs"]) == n_train
+    n_longer = len(crowd.SHOWN) * 3
+    assert len(published["runs"]) == n_train + n_longer
     table = next(iter(published["tables"].values()))
     assert {row["arm"]: row["n"] for row in table} == dict.fromkeys(crowd.SHOWN, 2)
     assert len(json.loads((tmp_path / "phase.json").read_text())["runs"]) == n_phase
@@ -255,7 +262,8 @@ def test_recall_attention_of_a_flat_map():
             assert layer[f"noise, {kind}"] == pytest.approx(30 / 32, rel=1e-4)
 
 
-def test_recall_from_training_to_the_page(tmp_path):
+def test_recall_from_training_to_the_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(recall, "LENGTHS", (32, 64))
     flags = ["--seed=1,2", "--lr=1e-3", "--steps=2", "--texts=4", "--procs=1"]
     recall.main([*flags, f"--out={tmp_path}"])
     published = json.loads((tmp_path / "recall.json").read_text())
