@@ -34,7 +34,7 @@ def rows_of_table_6(flags):
 
 def table_6(rows, runs, flags):
     """The table, and the statistics behind it."""
-    noise = grid.Noise(runs)
+    noise = report.Noise(grid.without_diverged(runs))
     table = grid.losses_table(runs, noise)
     heads = []
     sizes = []
@@ -69,7 +69,7 @@ def main(argv=None):
     table, noise = table_6(rows, result.runs, flags)
     unit = grid.unit(result.runs)
     figure, (ax,) = report.new_figure(size=(9, 5))
-    report.dot_plot(ax, result.runs, "loss", row="row")
+    report.dot_plot(ax, noise.runs, "loss", row="row")
     ax.set(xlabel=f"val loss, {unit}")
     report.add_title(figure, "Table 6: each run is a dot")
     tables = {f"Table 6: final val loss, {unit}": table, **result.rates}

@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 
 import report
-import train
+from bench import arm_names
 from data import get_tokenizer, load_data
 from model import GPT, Softmax, open_device
-from train import positive_int
+from train import comma_list, positive_int
 
 MANUAL = "pydoc_data.topics"  # what a run's log calls the manual that ships with Python
 
@@ -69,25 +69,12 @@ def open_checkpoints(args):
         # of one run there may be an early and a late checkpoint: the steps done tell them apart
         runs.append(asdict(model.config) | model.extra["run"] | dict(steps=model.extra["step"]))
     found = []
-    for model, run, arm in zip(models, runs, name_arms(runs)):
+    for model, run, arm in zip(models, runs, arm_names(runs)):
         enc = get_tokenizer(model.extra["tokenizer"])
         found.append(Checkpoint(model, enc, arm, run["seed"], run))
     if len({(checkpoint.arm, checkpoint.seed) for checkpoint in found}) < len(found):
         raise ValueError("--ckpt names a checkpoint twice")
     return found
-
-
-def name_arms(runs):
-    """A name for each run: its arm, and the settings but for the seed in which they differ."""
-    names = [run["attn"] for run in runs]
-    for setting in train.IDENTITY:
-        values = [run.get(setting) for run in runs]
-        if setting in ("attn", "seed") or len(set(map(repr, values))) == 1:
-            continue
-        for i, value in enumerate(values):
-            if value is not None:
-                names[i] += " " + train.run_name_part(setting, value)[:24]
-    return names
 
 
 def open_text(args, checkpoints):
@@ -109,9 +96,6 @@ def open_text(args, checkpoints):
     block = min(checkpoint.model.config.block_size for checkpoint in checkpoints)
     if val.sequences(block) == 0:
         raise ValueError(f"the val split of {name} has not one sequence of {block} tokens")
-    largest = max(int(array.max(initial=0)) for array in val.arrays)
-    if largest >= first.model.config.vocab_size:
-        raise ValueError(f"{name} holds the token {largest}, which the models don't know")
     about = {"data": name, "val": what.get("val", "")}
     return Text(train_split, val, block, args.tokens, args.device, about)
 
@@ -782,11 +766,6 @@ def draw_maps(shown, words, layer):
 # the command line
 
 
-def comma_list(text):
-    """The type of a flag: whole numbers with commas between them."""
-    return [positive_int(word) for word in text.split(",")]
-
-
 def add_verb(verbs, run):
     """A subcommand and the flags that all of them have. Its help is the docstring of `run`."""
     about = " ".join(run.__doc__.split())
@@ -828,7 +807,7 @@ def make_parser():
 
     of_context = add_verb(verbs, context)
     add_text_flags(of_context, on_cpu=4_096, on_cuda=65_536)
-    of_context.add_argument("--contexts", type=comma_list, default="8,32,128",
+    of_context.add_argument("--contexts", type=comma_list(positive_int), default="8,32,128",
                             help="tokens of context that are left, a comma list (%(default)s)")
 
     of_outliers = add_verb(verbs, outliers)

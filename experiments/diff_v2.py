@@ -44,7 +44,6 @@ class DiffV2(Softmax):
         self.subln = None
         if config.subln:
             self.subln = nn.RMSNorm(self.head_dim, eps=NORM_EPS)
-            self.subln.weight.init_value = config.subln_init
 
     def make_lambda(self, depth):
         """Each token has a lambda of its own, from a projection in place of the four vectors."""

@@ -35,12 +35,11 @@ The plan
 - What is compared, in nats per token on val: diff and softmax, the second version and softmax,
   diff_linear and linear attention with half the heads. A further comparison gets no verdict: diff
   and softmax with half the heads.
-- Intervals: the standard deviation of a run around the mean of its arm is pooled over all arms.
-  The intervals are two-sided ones of Student's t, at 95 % for the three comparisons together by
-  Holm's method. The one with the smallest p (of no difference) gets an interval of 1 - 0.05 / 3.
-  While the intervals leave zero out, the next one has 1 - 0.05 / 2, and the last has 95 %. From the
-  first interval on that holds zero, the level stays. The comparisons count as three even if only
-  Q1 is trained.
+- Intervals: each comparison has a two-sided interval of Student's t at 1 - 0.05 / 3, so at 98.3 %.
+  By Bonferroni's inequality, all three then hold at once with 95 %. They count as three even if
+  only Q1 is trained. The standard deviation is that of a run around the mean of its arm. It is
+  pooled over the compared runs of all arms that are there, those of both questions. When a command
+  decides who gets more seeds, it pools over the arms that it trains itself.
 - Verdict: the smallest effect that matters is 0.010 nats per token. An interval below -0.010 says
   "gains". If not, one inside of +-0.010 says "no gain that matters". If not, one above 0 says
   "costs". All others say "undecided". Then both arms of the comparison get two more seeds, and
@@ -65,6 +64,7 @@ SEEDS = "2,3,4"
 CHOOSE_ON = "1"
 RATES = "0.75e-3,1.5e-3,3e-3"
 MATTERS = 0.010  # nats per token
+LEVEL = 1 - 0.05 / 3  # of each of the three intervals, so that all of them hold at once with 95 %
 
 # the second of each pair is what the first one is measured against
 PRIMARY = [
@@ -101,20 +101,6 @@ def arms(flags):
 # statistics
 
 
-def holm_levels(p_values):
-    """Holm's method. For each arm, from its p, how often its interval may be wrong.
-
-        holm_levels({"a": 0.001, "b": 0.3, "c": 0.02})  # {"a": 0.0167, "c": 0.025, "b": 0.05}
-    """
-    levels = {}
-    left = len(PRIMARY)  # also if some of them are not there
-    for arm in sorted(p_values, key=p_values.get):
-        levels[arm] = 0.05 / left
-        if p_values[arm] <= levels[arm]:
-            left -= 1  # behind the first arm that is not significant, the level stays
-    return levels
-
-
 def verdict(low, high):
     """What an interval says, in nats per token. NaN (there is only one seed) is undecided."""
     if high < -MATTERS:
@@ -130,8 +116,7 @@ def compare(runs):
     """The comparisons on which the plan decides.
 
     A data frame with a row for each of PRIMARY whose two arms are there. Its columns are arm, base,
-    difference (a MeanError whose error is half of the interval), p, level (of the interval) and
-    verdict.
+    difference (a MeanError whose error is half of the interval) and verdict.
     """
     sd, dof = report.pooled_sd(runs, "loss", ["row"])
     losses = dict(list(runs.groupby("row")["loss"]))
@@ -142,19 +127,11 @@ def compare(runs):
         mean = losses[arm].mean() - losses[base].mean()
         # arms that share a seed are not paired: that takes nothing off the noise
         error = sd * math.sqrt(1 / len(losses[arm]) + 1 / len(losses[base]))
-        p = 2 * stats.t.sf(abs(mean) / error, dof)
-        found.append(dict(arm=arm, base=base, mean=mean, error=error, p=p))
-
-    levels = holm_levels({comparison["arm"]: comparison["p"] for comparison in found})
-    for comparison in found:
-        level = levels[comparison["arm"]]
-        mean = comparison.pop("mean")
-        half = stats.t.ppf(1 - level / 2, dof) * comparison.pop("error")
-        comparison["difference"] = report.MeanError(mean, half)
-        comparison["level"] = 1 - level
+        half = stats.t.ppf((1 + LEVEL) / 2, dof) * error
+        comparison = {"arm": arm, "base": base, "difference": report.MeanError(mean, half)}
         comparison["verdict"] = verdict(mean - half, mean + half)
-    columns = ["arm", "base", "difference", "p", "level", "verdict"]
-    return pd.DataFrame(found, columns=columns)
+        found.append(comparison)
+    return pd.DataFrame(found, columns=["arm", "base", "difference", "verdict"])
 
 
 # -----------------------------------------------------------------------------
@@ -328,12 +305,11 @@ def per_byte(found, size):
 def arms_table(rows, compared, every_run, size, args):
     """A row for each arm: its flags, its rate, and its loss over the seeds that are compared."""
     sd, dof = report.pooled_sd(compared, "loss", ["row"])
-    compared = compared.dropna(subset=["loss"])
     table = []
     for row, mine in every_run.groupby("row", sort=False):
         diverged = int(mine["loss"].isna().sum())
         group = compared[compared["row"] == row]
-        if group.empty:  # it is not that far, or it has diverged at each rate
+        if group.empty:  # it is not that far, or a run diverged
             table.append({"arm": row, "flags": " ".join(rows[row]), "diverged": diverged})
             continue
         tried = mine["lr"][mine["seed"].isin(args.choose_on)]
@@ -367,8 +343,6 @@ def comparisons_tables(compared, size):
         "comparison": found["arm"] + " − " + found["base"],
         "nats per token": found["difference"],
         "nats per byte": [per_byte(difference, size) for difference in found["difference"]],
-        "level of the interval": [f"{level:.1%}" for level in found["level"]],
-        "p": found["p"],
         "verdict": found["verdict"],
     })
     losses = dict(list(compared.groupby("row")["loss"]))
@@ -387,7 +361,7 @@ def conditions(compared, size, args):
     sd, dof = report.pooled_sd(compared, "loss", ["row"])
     if dof:
         about["sd of a run"] = f"{sd:.4f} nats per token ({dof} df)"
-        about["±"] = "half of the 95 % interval, or of the level that is given"
+        about["±"] = "half of the 95 % interval, or of the one that the caption names"
     if args.rates and len(args.rates) > 1:
         about["seeds that chose the rates"] = ", ".join(map(str, args.choose_on))
     return about
@@ -396,7 +370,7 @@ def conditions(compared, size, args):
 def publish_plan(rows, compared, every_run, size, args):
     primary, secondary = comparisons_tables(compared, size)
     tables = {
-        "Primary comparisons: the first less the second": primary,
+        f"Primary comparisons: the first less the second, {LEVEL:.1%} each": primary,
         "Secondary comparison, 95 %, without a verdict": secondary,
         "Final val loss": arms_table(rows, compared, every_run, size, args),
         "Val loss by rate, mean over the seeds that chose": grid.rates_table(
@@ -412,7 +386,8 @@ def publish_plan(rows, compared, every_run, size, args):
     labelled = primary.assign(label=labels)
     grid.draw_differences(right, labelled, "label", {"nats per token": (True, 0)})
     right.set(xlabel="difference, nats per token\nleft: the first is better; grey: does not matter")
-    report.add_title(figure, "Is a difference of two maps better than one? Left of the grey it is")
+    title = "Is a difference of two maps better than one? Where its interval is left of the grey"
+    report.add_title(figure, title)
     about = conditions(compared, size, args)
     report.publish(args.out, "gpt2", about, tables, figure, every_run)
 
@@ -437,7 +412,8 @@ def publish(rows, size, args):
         compared = grid.reported(rows, args.seed, every_run, args.rates, args.choose_on)
     else:
         compared = compared_runs(rows, args)
-    if compared["loss"].notna().sum() == 0:
+    compared = grid.without_diverged(compared)
+    if compared.empty:
         raise ValueError(f"no arm below {args.out} is far enough to be published")
     show = publish_minutes if args.minutes else publish_plan
     show(rows, compared, every_run, size, args)

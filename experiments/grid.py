@@ -16,7 +16,6 @@ import fnmatch
 import itertools
 import json
 import math
-import os
 import re
 import signal
 import sys
@@ -220,7 +219,6 @@ def train_if_free(own, row, seed, rate, flags, out):
         print(f"\n{row}, seed {seed}" + (f", rate {rate:g}" if rate else ""), flush=True)
         if train.main(command) == "stopped":
             raise Stopped(goes_on(out))
-    write_runs(out)
     return True
 
 
@@ -261,14 +259,6 @@ def read_runs(out):
     return pd.DataFrame(rows, columns=[*columns, *KEPT, "folder", "head"])
 
 
-def write_runs(out):
-    """Writes runs.jsonl into out: one JSON object a line for each run there."""
-    runs = read_runs(out).drop(columns="head")
-    new = out / f"runs.jsonl.{os.getpid()}"  # several processes may be at it
-    runs.to_json(new, orient="records", lines=True, double_precision=15)
-    new.replace(out / "runs.jsonl")
-
-
 class Result(NamedTuple):
     """What an experiment publishes."""
 
@@ -306,60 +296,21 @@ def unit(runs):
     return "nats per byte" if set(runs["tokenizer"]) == {"bytes"} else "nats per token"
 
 
-class Noise:
-    """How much runs of one row differ: the statistics of a data frame of runs.
+def without_diverged(runs):
+    """The runs of the rows in which no run diverged. Any other row has no mean to be compared.
 
-    The standard deviation of a run around the mean of its row is pooled over the rows. Where runs
-    have a column `pool`, each of its values is a pool of its own, and a difference of rows from
-    two of them has the larger one.
+    The mean of the runs that are left would be that of the survivors, which may be the better ones.
     """
-
-    def __init__(self, runs):
-        self.runs = runs if "pool" in runs else runs.assign(pool="all rows")
-        self.pools = {}
-        for pool, group in self.runs.groupby("pool", sort=False):
-            self.pools[pool] = report.pooled_sd(group, "loss", ["row"])
-
-    def of(self, *groups):
-        """(standard deviation, degrees of freedom) for these runs."""
-        pools = {pool for group in groups for pool in group["pool"]}
-        # a pool without two runs of a row knows nothing, so then neither do we
-        found = [self.pools[pool] for pool in pools]
-        return max(found, key=lambda sd_and_dof: (sd_and_dof[1] == 0, sd_and_dof[0]))
-
-    def losses(self, row):
-        """The runs of a row whose loss is finite."""
-        return self.runs[self.runs["row"] == row].dropna(subset=["loss"])
-
-    def mean(self, row):
-        """The mean loss of a row with its 95 % interval, None if there is none."""
-        a = self.losses(row)
-        return None if a.empty else report.mean_interval(a["loss"], *self.of(a))
-
-    def difference(self, row, base):
-        """The mean loss of a row less that of another. None if one of them is missing."""
-        a = self.losses(row)
-        b = self.losses(base)
-        if a.empty or b.empty:
-            return None
-        return report.difference(a["loss"], b["loss"], *self.of(a, b))
-
-    def sentences(self):
-        """For each pool below what a difference of two rows is nothing."""
-        said = {}
-        for pool, (sd, dof) in self.pools.items():
-            runs = self.runs[self.runs["pool"] == pool]
-            n = int(runs.groupby("row")["loss"].count().max())
-            if dof:
-                least = report.half_width(sd, dof, n, n)
-                said[f"noise of {pool}"] = (
-                    f"sd of a run {sd:.4f} ({dof} df), so a difference below {least:.3f} is nothing"
-                )
-        return said
+    diverged = runs["row"][runs["loss"].isna()]
+    return runs[~runs["row"].isin(diverged)]
 
 
 def losses_table(runs, noise):
-    """A row for each row of the grid: its rate, and its loss over the seeds."""
+    """A row for each row of the grid: its rate, and its loss over the seeds.
+
+    runs: all of them. noise: that of without_diverged(runs), so a row with a run that diverged has
+    no loss here.
+    """
     table = []
     for row, group in runs.groupby("row", sort=False):
         first = group.iloc[0]
@@ -374,9 +325,15 @@ def losses_table(runs, noise):
 
 
 def rates_table(runs, rows, choose_on):
-    """The mean loss of each row at each rate that was tried, on the seeds that chose."""
-    choosing = runs[runs["seed"].isin(choose_on)]
+    """The mean loss of each row at each rate that was tried, on the seeds that chose.
+
+    As in choose_rate, a rate at which one of the runs diverged has no mean. A rate that has not
+    all of these seeds yet has none either.
+    """
+    choosing = runs[runs["seed"].isin(choose_on)].fillna({"loss": math.inf})
     table = choosing.pivot_table("loss", "row", "lr")
+    counts = choosing.pivot_table("loss", "row", "lr", "count")
+    table = table[counts == len(choose_on)].replace(math.inf, "diverged")
     table = table.reindex([row for row in rows if row in table.index])
     return table.rename(columns="{:g}".format).reset_index()
 
@@ -408,20 +365,6 @@ def draw_differences(ax, table, label, columns, limit=0.1):
     ax.grid(axis="y", visible=False)
 
 
-def numbers(kind):
-    """The type of a flag that is a comma list of numbers: numbers(int), numbers(float)."""
-
-    def parse(text):
-        try:
-            return [kind(word) for word in text.split(",")]
-        except ValueError:
-            like = "1,2,3" if kind is int else "1e-3,2e-3"
-            message = f"{text!r} is not a comma list of numbers like {like}"
-            raise argparse.ArgumentTypeError(message) from None
-
-    return parse
-
-
 def parser(name, about, out, seeds, rates, choose_on):
     """The flags that all experiments have. What it does not know belongs to train.py.
 
@@ -433,11 +376,12 @@ def parser(name, about, out, seeds, rates, choose_on):
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # a flag of train.py may be the beginning of one of these
     )
-    p.add_argument("--seed", type=numbers(int), default=seeds,
+    seed_list = train.comma_list(train.int_from_0)
+    p.add_argument("--seed", type=seed_list, default=seeds,
                    help="the seeds that are reported, a comma list (%(default)s)")
-    p.add_argument("--choose_on", type=numbers(int), default=choose_on,
+    p.add_argument("--choose_on", type=seed_list, default=choose_on,
                    help="the seeds on which each row's rate is chosen (%(default)s)")
-    p.add_argument("--rates", type=numbers(float), default=rates,
+    p.add_argument("--rates", type=train.comma_list(train.positive_number), default=rates,
                    help="the peak rates that each row tries, and more if the best is at an edge. "
                         "A single one is used as it is (%(default)s)")
     p.add_argument("--rows", default="*", help="the rows to train, a comma list of patterns (all)")

@@ -84,7 +84,7 @@ def main(argv=None):
     result = grid.collect(rows, args)
     # a larger model's runs differ less, so each size has its own noise
     runs = result.runs.assign(pool=result.runs["n_embd"].map("{} channels".format))
-    noise = grid.Noise(runs)
+    noise = report.Noise(grid.without_diverged(runs))
     unit = grid.unit(runs)
     table = differences_table(noise)
     figure, (ax,) = report.new_figure(size=(12, 5))

@@ -14,9 +14,9 @@ so that it has the parameters of softmax.
 
 Each row has its own best rate, chosen on seeds 1 and 2, and is reported on seeds 3 to 7. The
 intervals are 95 % intervals of Student's t with a standard deviation that is pooled over the
-rows: one for linear attention without decay, which is noisier, and one for all other rows. Of
-some thirty comparisons one or two will be beyond their interval by chance. Other flags are
-train.py's.
+rows: one for linear attention without decay, which is noisier, and one for all other rows. A
+difference of rows from both has Welch's interval. Of some thirty comparisons one or two will be
+beyond their interval by chance. Other flags are train.py's.
 
 What we predicted before the first run:
 
@@ -54,7 +54,7 @@ ARMS = {
     "linear 2 heads": ["--attn=linear", "--n_head=2"],
     "diff_linear": ["--attn=diff_linear"],
     "diff_linear no norm": ["--attn=diff_linear", "--no-subln"],
-    "diff_v2 narrow": ["--attn=diff_v2"],
+    "diff_v2 narrow": ["--attn=diff_v2", "--mlp_width={narrow}"],  # see fill_in
 }
 
 # the question, and the two arms whose difference answers it, with the same decay
@@ -141,8 +141,10 @@ CONTROLS = {
     "linear no rotation + decay": ["--attn=linear", "--rope_theta=0", "--decay"],
     "softmax token shift": ["--attn=softmax_shift", "--no-decay"],
     "softmax norm": ["--attn=softmax", "--subln", "--no-decay"],
-    "diff_v2 narrow minus matched": ["--attn=diff_v2_minus_matched", "--no-decay"],
-    "diff_v2 narrow plus matched": ["--attn=diff_v2_plus_matched", "--no-decay"],
+    "diff_v2 narrow minus matched": [
+        "--attn=diff_v2_minus_matched", "--mlp_width={narrow}", "--no-decay"],
+    "diff_v2 narrow plus matched": [
+        "--attn=diff_v2_plus_matched", "--mlp_width={narrow}", "--no-decay"],
 }
 BESIDE_CONTROLS = ["softmax", "softmax + decay", "linear", "linear + decay", "diff_v2 narrow"]
 
@@ -168,19 +170,21 @@ def row_name(arm, decay):
     return f"{arm} + decay" if decay else arm
 
 
+def fill_in(own, flags):
+    """A row's flags with the width of an MLP that pays for second queries in place of {narrow}."""
+    config = train.parse([*flags, "--preset=toy"])[0]  # --n_embd may be given
+    narrow = matched_width(config.n_embd, config.n_head)
+    return ["--preset=toy", *(flag.format(narrow=narrow) for flag in own)]
+
+
 def rows_of_arms(flags):
     """The 18 rows of the first part: each arm without and with decay."""
-    config = train.parse([*flags, "--preset=toy"])[0]  # --n_embd may be given
-    narrow = f"--mlp_width={matched_width(config.n_embd, config.n_head)}"
     rows = {}
     for decay in (False, True):
         for arm, own in ARMS.items():
             # also where it is the default: what a row sets can't be given from outside
             mask = "--decay" if decay else "--no-decay"
-            rows[row_name(arm, decay)] = ["--preset=toy", *own, mask]
-    for name, own in rows.items():
-        if "--attn=diff_v2" in own:
-            own.append(narrow)  # what the second queries cost is taken from the MLP
+            rows[row_name(arm, decay)] = fill_in([*own, mask], flags)
     return rows
 
 
@@ -189,15 +193,13 @@ def rows_of_controls(flags):
     arms = rows_of_arms(flags)
     # the same names and flags make the same folders, so nothing is trained twice
     rows = {name: arms[name] for name in BESIDE_CONTROLS}
-    narrow = arms["diff_v2 narrow"][-1]
     for name, own in CONTROLS.items():
-        more = [narrow] if name.startswith("diff_v2 narrow") else []
-        rows[name] = ["--preset=toy", *own, *more]
+        rows[name] = fill_in(own, flags)
     return rows
 
 
 def add_pools(runs):
-    """The runs with the column `pool` of grid.Noise: some rows differ more by seed."""
+    """The runs with the column `pool` of report.Noise: some rows differ more by seed."""
     loud = runs["attn"].str.contains("linear") & ~runs["decay"].astype(bool)
     names = {True: "linear attention without decay", False: "all other rows"}
     return runs.assign(pool=loud.map(names))
@@ -236,7 +238,7 @@ def controls_table(noise):
 def publish_arms(result, out):
     """Tables and figure of the first part."""
     runs = result.runs
-    noise = grid.Noise(runs)
+    noise = report.Noise(grid.without_diverged(runs))
     unit = grid.unit(runs)
     differences, decay = differences_table(noise)
     tables = {
@@ -247,15 +249,16 @@ def publish_arms(result, out):
     }
     figure, (left, right) = report.new_figure(columns=2, size=(16, 7))
     arms = {row_name(arm, decay): arm for arm in ARMS for decay in (False, True)}
-    dots = runs.assign(arm=runs["row"].map(arms))
+    dots = noise.runs.assign(arm=noise.runs["row"].map(arms))
     dots["mask"] = dots["decay"].map({False: "no decay", True: "decay"})
     dots = dots.sort_values("decay", kind="stable")  # the first condition is drawn hollow
-    report.dot_plot(left, dots, "loss", row="arm", condition="mask")
+    report.dot_plot(left, dots, "loss", row="arm", condition="mask", pool="pool")
     left.set(xlabel=f"val loss, {unit}")
     columns = {"without decay": (False, -0.14), "with decay": (True, 0.14)}
     grid.draw_differences(right, differences, "of", columns)
     right.set(xlabel=f"difference of the two, {unit}; left: the first is better")
-    title = "Nine arms, hollow without decay and filled with it; what is left of zero is a gain"
+    title = ("Nine arms, hollow without decay and filled with it; "
+             "only an interval that is wholly left of zero is a gain")
     report.add_title(figure, title)
     about = result.about | noise.sentences()
     report.publish(out, "toy", about, tables, figure, result.every_run)
@@ -264,7 +267,7 @@ def publish_arms(result, out):
 def publish_controls(result, out):
     """Tables and figure of the second part."""
     runs = result.runs
-    noise = grid.Noise(runs)
+    noise = report.Noise(grid.without_diverged(runs))
     unit = grid.unit(runs)
     table = controls_table(noise)
     tables = {

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
+import report
 import train
 from experiments import gpt2, grid
 from helpers import assert_value_error
@@ -99,21 +100,6 @@ def test_verdict(low, high, says):
     assert gpt2.verdict(low, high) == says
 
 
-def test_holm_gives_the_smallest_p_the_strictest_level():
-    levels = gpt2.holm_levels({"a": 0.3, "b": 0.001, "c": 0.02})
-    assert levels == {"a": 0.05, "b": 0.05 / 3, "c": 0.025}
-
-
-def test_holm_stops_at_the_first_that_is_not_significant():
-    # 0.02 > 0.05 / 3. So 0.021 must not have 0.05 / 2
-    levels = gpt2.holm_levels({"a": 0.021, "b": 0.02, "c": 0.9})
-    assert set(levels.values()) == {0.05 / 3}
-
-
-def test_holm_counts_three_comparisons_where_two_are_there():
-    assert gpt2.holm_levels({"a": 0.001, "b": 0.5}) == {"a": 0.05 / 3, "b": 0.025}
-
-
 def losses(**means):
     """Runs of arms around these means: three of each, 0.002 apart, so their sd is 0.002."""
     names = dict(S="softmax", D="diff", V2="diff_v2 narrow", L6="linear half the heads + decay",
@@ -129,10 +115,9 @@ def test_compare_by_hand():
     found = gpt2.compare(losses(S=3.300, D=3.270, V2=3.301, L6=3.400, DL=3.420))
     assert list(found["arm"]) == ["diff", "diff_v2 narrow", "diff_linear + decay"]
     assert [d.mean for d in found["difference"]] == pytest.approx([-0.030, 0.001, 0.020])
-    assert list(found["level"]) == pytest.approx([1 - 0.05 / 3, 0.95, 0.975])
-    # t at 10 degrees of freedom (a table has them), times 0.002 sqrt(2 / 3)
-    halves = [t * 0.001633 for t in (2.870, 2.228, 2.634)]
-    assert [d.error for d in found["difference"]] == pytest.approx(halves, abs=2e-6)
+    # t at 1 - 0.05 / 6 and 10 degrees of freedom, times 0.002 sqrt(2 / 3)
+    half = 2.8701 * 0.001633
+    assert [d.error for d in found["difference"]] == pytest.approx([half] * 3, abs=2e-6)
     assert list(found["verdict"]) == ["gains", "no gain that matters", "costs"]
 
 
@@ -300,6 +285,18 @@ def test_an_arm_that_diverges_everywhere_is_compared_with_nothing(pretend):
     assert table["diverged"].tolist() == [0, (runs["row"] == "diff").sum()]
     assert table["nats per token"][0].mean == pytest.approx(3)
     assert table["nats per byte"][0].mean == pytest.approx(3 / 4)
+
+
+def test_an_arm_of_which_a_seed_diverged_has_no_mean():
+    args, _ = gpt2.read_arguments(["--minutes=1", "--seed=1,2"])
+    runs = pd.DataFrame(dict(row=["softmax"] * 2 + ["diff"] * 2, loss=[3.0, 3.2, 2.0, math.nan]))
+    runs = runs.assign(seed=[1, 2, 1, 2], lr=1e-3, parameters=1, tokens=1, tok_per_s=1.0)
+    rows = {"softmax": ["--attn=softmax"], "diff": ["--attn=diff"]}
+    compared = grid.without_diverged(runs)
+    softmax, diff = gpt2.arms_table(rows, compared, runs, 4.0, args).to_dict("records")
+    assert softmax["nats per token"].mean == pytest.approx(3.1)
+    assert report.format_cell(diff["nats per token"]) == "–"
+    assert diff["diverged"] == 1
 
 
 # the whole program at toy size
