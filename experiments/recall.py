@@ -28,7 +28,7 @@ import pandas as pd
 import torch
 
 import report
-from experiments.grid import numbers
+from train import comma_list, int_from_0, positive_number
 from model import ATTENTION, GPT, GPTConfig
 
 KEYS = 16
@@ -165,8 +165,10 @@ def draw(df):
 def main(argv=None):
     p = argparse.ArgumentParser(
         "recall", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--seed", type=numbers(int), default=[1, 2, 3], help="of each arm and rate (1,2,3)")
-    p.add_argument("--lr", type=numbers(float), default=[1e-3, 3e-3], help="peak rates (1e-3,3e-3)")
+    p.add_argument("--seed", type=comma_list(int_from_0), default=[1, 2, 3],
+                   help="of each arm and rate (1,2,3)")
+    p.add_argument("--lr", type=comma_list(positive_number), default=[1e-3, 3e-3],
+                   help="peak rates (1e-3,3e-3)")
     p.add_argument("--steps", type=int, default=1000, help="training steps of each (1000)")
     p.add_argument("--decay", action="store_true", help="masks that forget, in every arm")
     p.add_argument("--texts", type=int, default=256, help="texts behind a figure (256)")
