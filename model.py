@@ -196,8 +196,8 @@ class Attention(nn.Module):
         self.lambda_init = self.config.lambda_init
         if self.lambda_init is None:
             self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)
-        # Eq. 3: a row of A sums to about 1 - lambda_init, and the norm would take that away. It is
-        # used with the norm only
+        # a row of A sums to about 1 - lambda_init. The norm takes that size away, and this factor
+        # puts it back (Eq. 3). Without the norm it is not used
         self.subln_scale = 1 - self.lambda_init
         self.lambda_q1 = nn.Parameter(torch.empty(self.head_dim))
         self.lambda_k1 = nn.Parameter(torch.empty(self.head_dim))
