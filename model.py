@@ -157,8 +157,8 @@ class Attention(nn.Module):
     """What the four kinds share: projections, lambda, the difference, the norm.
 
     layer(x) takes (B, T, C) to (B, T, C), and layer.map(x) is its map, (B, h, T, T). The parameters
-    have the names and shapes of Microsoft's release, whose num_heads is our h. GPT draws their first
-    values, see draw_parameter.
+    have the names and shapes of Microsoft's release, whose num_heads is our h. GPT draws their
+    first values, see draw_parameter.
     """
 
     branches = 1  # maps per head of values
@@ -196,8 +196,8 @@ class Attention(nn.Module):
         self.lambda_init = self.config.lambda_init
         if self.lambda_init is None:
             self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)
-        # a row of A sums to about 1 - lambda_init. The norm takes that size away, and this factor
-        # puts it back (Eq. 3). Without the norm it is not used
+        # the factor of Eq. 3. The paper's reason: with it gradients flow as in a Transformer with
+        # one map, so that its settings can be kept. Without the norm we don't use it
         self.subln_scale = 1 - self.lambda_init
         self.lambda_q1 = nn.Parameter(torch.empty(self.head_dim))
         self.lambda_k1 = nn.Parameter(torch.empty(self.head_dim))
@@ -895,7 +895,7 @@ def open_device(name):
 
 
 def round_to_bf16(model):
-    """Cast the weights to bf16, for sampling. Not the lambda vectors, which lambda is sensitive to."""
+    """Cast the weights to bf16, for sampling. Not the lambda vectors: lambda is sensitive to them."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding, nn.RMSNorm)):
             module.bfloat16()
