@@ -159,6 +159,13 @@ class Attention(nn.Module):
     layer(x) takes (B, T, C) to (B, T, C), and layer.map(x) is its map, (B, h, T, T). The parameters
     have the names and shapes of Microsoft's release, whose num_heads is our h. GPT draws their
     first values, see draw_parameter.
+
+    Softmax and Linear add the attention itself, each form as a method, and the way to its state:
+
+        attention_map(q, k, lam, rope)          A, (B, h, T, T)
+        fast(q, k, v, lam, rope)                A V, (B, h, T, d_v)
+        fill(k, v, rope, state)                 fills the empty dict state from a prompt
+        step(q, k, v, lam, rope, state)         the row of A V of the next token, (B, h, 1, d_v)
     """
 
     branches = 1  # maps per head of values
@@ -254,15 +261,15 @@ class Attention(nn.Module):
         if rope is None:
             rope = self.rope(x)
         q, k, v, lam = self.project(x)
-        if state:  # it is filled
+        is_prompt = state is not None and len(state) == 0
+        if state:
             y = self.step(q, k, v, lam, rope, state)  # (B, h, 1, d_v)
+        elif self.flash:
+            y = self.fast(q, k, v, lam, rope)  # (B, h, T, d_v)
         else:
-            if self.flash:
-                y = self.fast(q, k, v, lam, rope)  # (B, h, T, d_v)
-            else:
-                y = self.attention_map(q, k, lam, rope).to(v.dtype) @ v  # (B, h, T, d_v)
-            if state is not None:  # it is empty
-                self.fill(k, v, rope, state)
+            y = self.attention_map(q, k, lam, rope).to(v.dtype) @ v  # (B, h, T, d_v)
+        if is_prompt:
+            self.fill(k, v, rope, state)
 
         if self.subln is not None:
             # nn.RMSNorm wants its input in the dtype of its weight
@@ -460,7 +467,8 @@ def chunkwise(q, k, v, rate):
     S_before = (fade_between @ S_chunk.flatten(3)).view_as(S_chunk)  # (B, H, N, f, d_v)
 
     # 4. what a query reads from that state, which is as of the last token before the query's chunk.
-    #    The fades of parts 2, 3 and 4 make gamma^(i - j) together
+    #    For the places a and b of key and query in their chunks, the fades of parts 2, 3 and 4 add
+    #    up to the distance: (CHUNK - 1 - a) + CHUNK (chunks between) + (b + 1) = i - j
     fade_from_previous = torch.exp(-rate * (i + 1))[:, None].to(dtype)  # (H, 1, CHUNK, 1)
     y_earlier = (q * fade_from_previous) @ S_before
 
@@ -895,7 +903,7 @@ def open_device(name):
 
 
 def round_to_bf16(model):
-    """Cast the weights to bf16, for sampling. Not the lambda vectors: lambda is sensitive to them."""
+    """Cast the weights to bf16, for sampling. But not the lambda vectors: exp is sensitive."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding, nn.RMSNorm)):
             module.bfloat16()
