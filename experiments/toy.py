@@ -257,7 +257,7 @@ def publish_arms(result, out):
     columns = {"without decay": (False, -0.14), "with decay": (True, 0.14)}
     grid.draw_differences(right, differences, "of", columns)
     right.set(xlabel=f"difference of the two, {unit}; left: the first is better")
-    title = ("Nine arms, hollow without decay and filled with it; "
+    title = ("Hollow without decay, filled with it; "
              "only an interval that is wholly left of zero is a gain")
     report.add_title(figure, title)
     about = result.about | noise.sentences()
