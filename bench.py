@@ -417,7 +417,7 @@ def build_attention(args, attn, kernel, B, T):
     config = size_of(args.preset) | dict(n_layer=1, vocab_size=64, block_size=T)
     model, used = build_model(args, attn, kernel, **config)
     layer = model.blocks[0].attn
-    rope = model.rope(T)
+    rope = model.rope_from(0, T)
     x = torch.randn(B, T, model.config.n_embd, device=args.device)
     with args.autocast:
         q, k, v, lam = layer.project(x)

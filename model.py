@@ -114,7 +114,7 @@ class Rope(NamedTuple):
     sin: torch.Tensor
 
 
-def rotary_table(position, config, dtype):
+def make_rope(position, config, dtype):
     """The Rope of positions m: the angles are m theta^(-2i/d) (RoFormer, arXiv 2104.09864)."""
     d = config.n_embd // config.n_head
     # in float64, so that position 10 million is turned as exactly as position 10. Apple's GPUs
@@ -169,6 +169,7 @@ class Attention(nn.Module):
     """
 
     branches = 1  # maps per head of values
+    lambda_init = 0.0  # with one map nothing is subtracted
 
     def __init__(self, config, depth):
         super().__init__()
@@ -191,7 +192,6 @@ class Attention(nn.Module):
         self.out_proj = nn.Linear(C, C, bias=False)
 
         self.subln = None
-        self.subln_scale = 1.0
         if config.subln or (config.subln is None and self.branches == 2):
             # the heads share one weight
             self.subln = nn.RMSNorm(C // self.n_value_head, eps=NORM_EPS)
@@ -203,9 +203,6 @@ class Attention(nn.Module):
         self.lambda_init = self.config.lambda_init
         if self.lambda_init is None:
             self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)
-        # the factor of Eq. 3. The paper's reason: with it gradients flow as in a Transformer with
-        # one map, so that its settings can be kept. Without the norm we don't use it
-        self.subln_scale = 1 - self.lambda_init
         self.lambda_q1 = nn.Parameter(torch.empty(self.head_dim))
         self.lambda_k1 = nn.Parameter(torch.empty(self.head_dim))
         self.lambda_q2 = nn.Parameter(torch.empty(self.head_dim))
@@ -259,7 +256,7 @@ class Attention(nn.Module):
         """
         B, T, C = x.shape
         if rope is None:
-            rope = self.rope(x)
+            rope = self.rope_from_0(x)
         q, k, v, lam = self.project(x)
         is_prompt = state is not None and len(state) == 0
         if state:
@@ -273,7 +270,10 @@ class Attention(nn.Module):
 
         if self.subln is not None:
             # nn.RMSNorm wants its input in the dtype of its weight
-            y = self.subln(y.type_as(self.subln.weight)) * self.subln_scale
+            y = self.subln(y.type_as(self.subln.weight))
+            # the factor of Eq. 3. The paper's reason: with it gradients flow as in a Transformer
+            # with one map, so that its settings can be kept
+            y = y * (1 - self.lambda_init)
         # put the outputs of the heads side by side again
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.out_proj(y.to(v.dtype))
@@ -281,11 +281,11 @@ class Attention(nn.Module):
     def map(self, x):
         """The map of x (B, T, C), (B, h, T, T). Best in float32: bf16 rounds large scores."""
         q, k, _, lam = self.project(x)
-        return self.attention_map(q, k, lam, self.rope(x))
+        return self.attention_map(q, k, lam, self.rope_from_0(x))
 
-    def rope(self, x):
-        """The rotary table for a layer that is used without its GPT."""
-        return rotary_table(torch.arange(x.shape[1], device=x.device), self.config, wide_dtype(x))
+    def rope_from_0(self, x):
+        """The Rope of x (B, T, C), for a layer that is used without its GPT."""
+        return make_rope(torch.arange(x.shape[1], device=x.device), self.config, wide_dtype(x))
 
 
 class Softmax(Attention):
@@ -297,6 +297,7 @@ class Softmax(Attention):
         return scores if self.score_hook is None else self.score_hook(scores)
 
     def attention_map(self, q, k, lam, rope):
+        """F.softmax takes exp and divides by z in one call, so D goes into the exponent."""
         rate = self.decay_rate(q.device, wide_dtype(q))
         log_D = log_mask(rate, distances(q.shape[2], q.device))
         A = F.softmax(upcast(self.scores(q, k, rope)) + log_D, dim=-1)  # (B, H, T, T)
@@ -307,7 +308,7 @@ class Softmax(Attention):
         rate = self.decay_rate(q.device, wide_dtype(q)) if self.config.decay else None
         q = rotate(q, rope)
         k = rotate(k, rope)
-        y = softmax_attention(q, k, v, rate, self.kernel)  # (B, H, T, d_v)
+        y = softmax_attention(q, k, v, rate, self.kernel)  # (B, H, T, d_v), see KERNELS
         return self.subtract(y, lam)
 
     def fill(self, k, v, rope, state):
@@ -341,77 +342,6 @@ class Diff(Softmax):
     """A = softmax(Q_1 K_1^T / sqrt(d)) - lambda softmax(Q_2 K_2^T / sqrt(d))   (Eq. 1)"""
 
     branches = 2
-
-
-# The kernels that softmax's fast form can use, with their backends of PyTorch's
-# scaled_dot_product_attention. The backend MATH is in none of them: it holds the whole map, which
-# is slow, and PyTorch would fall back to it without saying so.
-KERNELS = {
-    "sdpa": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],  # the first that can
-    "cudnn": [SDPBackend.CUDNN_ATTENTION],
-    "efficient": [SDPBackend.EFFICIENT_ATTENTION],
-    "flash_attn": None,  # not PyTorch's, see flash_attention
-}
-
-
-def softmax_attention(q, k, v, rate, kernel):
-    """softmax(q k^T / sqrt(d) + log D) v, (B, H, T, d_v).
-
-    q, k (B, H, T, d), v (B, h, T, d_v). rate is -log gamma, (H, 1, 1), or None without decay. With
-    decay flash_attn alone needs no D in memory. The other kernels read log D from a matrix of H T^2
-    numbers in every layer: for 12 heads in bf16 25 MB at T = 1,024 and 6.4 GB at T = 16,384.
-    On CUDA PyTorch's flash kernel can't read it, and "sdpa" is the memory-efficient one there.
-    """
-    T, d = q.shape[2:]
-    d_v = v.shape[-1]
-    if kernel == "flash_attn":
-        return flash_attention(q, k, v, rate)
-    if kernel == "cudnn" and T == 1:
-        kernel = "sdpa"  # cudnn refuses a single token
-    # the branches of a head read the same values. cudnn can do that: with enable_gqa (grouped-query
-    # attention) the heads 2n and 2n+1 of q read head n of v. Other kernels need a copy
-    shared_v = v.shape[1] < q.shape[1]
-    if shared_v and kernel != "cudnn":
-        v = v.repeat_interleave(2, dim=1)  # (B, H, T, d_v)
-        shared_v = False
-    if d_v > d and kernel == "sdpa":  # flash kernels want d = d_v. Zeros change no product
-        q = F.pad(q, (0, d_v - d))
-        k = F.pad(k, (0, d_v - d))
-    log_D = None
-    if rate is not None:
-        log_D = log_mask(rate, distances(T, q.device)).to(q.dtype)[None]  # (1, H, T, T)
-    with sdpa_kernel(KERNELS[kernel]):
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=log_D, is_causal=log_D is None, scale=d**-0.5, enable_gqa=shared_v
-        )
-
-
-def flash_attention(q, k, v, rate):
-    """softmax_attention by flash-attn 4, or by flash-attn 2 if that is missing or there is decay.
-
-    Not yet run on a GPU. Tests run it with stand-ins for both packages.
-    """
-    v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, T, H, d)
-    d = q.shape[-1]
-    try:
-        from flash_attn.cute import flash_attn_func as flash_attn_4
-    except ImportError:
-        flash_attn_4 = None
-    if flash_attn_4 is not None and rate is None:
-        y, _ = flash_attn_4(q, k, v, softmax_scale=d**-0.5, causal=True)  # on Hopper d_v may be 2d
-        return y.transpose(1, 2)
-
-    from flash_attn import flash_attn_func as flash_attn_2
-
-    # log D = -rate (i - j) is what ALiBi adds to the scores, and calls rates slopes (2108.12409)
-    slopes = None if rate is None else rate.flatten().float()
-    parts = []
-    # it wants d_v = d. So V goes in two halves, like in the paper's FlashDiffAttn_2
-    for part in v.split(d, dim=-1):
-        y = flash_attn_2(q, k, part, softmax_scale=d**-0.5, causal=True, alibi_slopes=slopes)
-        parts.append(y)
-    return torch.cat(parts, dim=-1).transpose(1, 2)
 
 
 def phi(x):
@@ -497,6 +427,7 @@ class Linear(Attention):
         return scores if self.score_hook is None else self.score_hook(scores)
 
     def attention_map(self, q, k, lam, rope):
+        """The equation above, one factor a line."""
         rate = self.decay_rate(q.device, wide_dtype(q))
         D = log_mask(rate, distances(q.shape[2], q.device)).exp()
         weights = upcast(phi(q) @ phi(k).mT) * D  # none is negative
@@ -627,16 +558,16 @@ class GPT(nn.Module):
                 weights[name] = draw_parameter(name, p.shape, config, seed)
             self.load_state_dict(weights, assign=True)  # the values replace the meta parameters
 
-    def rope(self, T, start=0):
-        """The rotary table of T tokens from position `start` on, for all layers."""
+    def rope_from(self, start, T):
+        """The Rope of T tokens from position `start` on, for all layers."""
         weight = self.wte.weight
         position = start + torch.arange(T, device=weight.device)
-        return rotary_table(position, self.config, wide_dtype(weight))
+        return make_rope(position, self.config, wide_dtype(weight))
 
     def read(self, idx, start=0, layer_states=None):
         """The residual stream behind all blocks, (B, T, C), for tokens from position start on."""
         x = self.wte(idx)  # (B, T, C)
-        rope = self.rope(idx.shape[1], start)  # one table for all layers
+        rope = self.rope_from(start, idx.shape[1])  # one table for all layers
         for i, block in enumerate(self.blocks):
             x = block(x, rope, layer_states[i] if layer_states else None)
         return x
@@ -718,24 +649,26 @@ class GPT(nn.Module):
 
     @torch.inference_mode()
     def _generate(self, idx, max_new_tokens, options, step):
-        has_cache = isinstance(self.blocks[0].attn, Softmax)  # a linear state is never full
-        block_size = self.config.block_size
-        context = idx[:, -block_size:] if has_cache else idx
-        logits, state = self.prefill(context)
-        for made in range(max_new_tokens):
+        # softmax's cache has room for block_size tokens, linear attention's state for any number
+        has_cache = isinstance(self.blocks[0].attn, Softmax)
+        room = self.config.block_size if has_cache else math.inf
+        if idx.shape[1] > room:
+            idx = idx[:, -room:]
+        logits, state = self.prefill(idx)
+        tokens = list(idx.split(1, dim=1))  # all that the state stands for, (B, 1) each
+        for made in range(1, max_new_tokens + 1):
             token = next_token(logits[:, -1], **options)  # (B, 1)
             yield token[:, 0]
-            if made == max_new_tokens - 1:
+            if made == max_new_tokens:
                 return
             # now read that token. In most cases it is a step
-            if has_cache:
-                context = torch.cat((context, token), dim=1)
-            if has_cache and context.shape[1] > block_size:
+            tokens.append(token)
+            if len(tokens) > room:
                 # the cache is full: read the newer half of the text anew. It would not be enough to
                 # drop the keys of the oldest tokens: the keys that deeper layers computed for later
                 # tokens depend on them, too
-                context = context[:, -max(1, block_size // 2) :]
-                logits, state = self.prefill(context)
+                tokens = tokens[-max(1, room // 2) :]
+                logits, state = self.prefill(torch.cat(tokens, dim=1))
             else:
                 logits = step(token, state)
 
@@ -834,6 +767,93 @@ def next_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     return tokens.gather(-1, torch.multinomial(probs, 1, generator=generator))
 
 
+class Kernel(NamedTuple):
+    """A way to compute softmax's fast form with PyTorch's scaled_dot_product_attention."""
+
+    backends: list  # of scaled_dot_product_attention. It takes the first that can
+    shares_v: bool  # the heads 2n and 2n+1 of q can read head n of v. Else v has to be copied
+    equal_widths: bool  # it wants d = d_v
+
+
+# The backend MATH is in none of them: it holds the whole map, which is slow, and PyTorch would fall
+# back to it without saying so. "flash_attn" is not PyTorch's, see flash_attention.
+KERNELS = {
+    "sdpa": Kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
+        shares_v=False,
+        equal_widths=True,
+    ),
+    "cudnn": Kernel([SDPBackend.CUDNN_ATTENTION], shares_v=True, equal_widths=False),
+    "efficient": Kernel([SDPBackend.EFFICIENT_ATTENTION], shares_v=False, equal_widths=False),
+    "flash_attn": None,
+}
+
+
+def softmax_attention(q, k, v, rate, name):
+    """softmax(q k^T / sqrt(d) + log D) v, (B, H, T, d_v), in the kernel of that name.
+
+    q, k (B, H, T, d), v (B, h, T, d_v). rate is -log gamma, (H, 1, 1), or None without decay. With
+    decay flash_attn alone needs no D in memory. The other kernels read log D from a matrix of H T^2
+    numbers in every layer: for 12 heads in bf16 25 MB at T = 1,024 and 6.4 GB at T = 16,384.
+    On CUDA PyTorch's flash kernel can't read it, and "sdpa" is the memory-efficient one there.
+    """
+    T, d = q.shape[2:]
+    d_v = v.shape[-1]
+    if name == "flash_attn":
+        return flash_attention(q, k, v, rate)
+    if name == "cudnn" and T == 1:
+        name = "sdpa"  # cudnn refuses a single token
+
+    kernel = KERNELS[name]
+    if v.shape[1] < q.shape[1] and not kernel.shares_v:
+        v = v.repeat_interleave(2, dim=1)  # (B, H, T, d_v): a copy for each branch of a head
+    if d_v > d and kernel.equal_widths:  # zeros change no product
+        q = F.pad(q, (0, d_v - d))
+        k = F.pad(k, (0, d_v - d))
+    log_D = None
+    if rate is not None:
+        log_D = log_mask(rate, distances(T, q.device)).to(q.dtype)[None]  # (1, H, T, T)
+    with sdpa_kernel(kernel.backends):
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=log_D,
+            is_causal=log_D is None,
+            scale=d**-0.5,
+            # grouped-query attention: heads of q share a head of v
+            enable_gqa=v.shape[1] < q.shape[1],
+        )
+
+
+def flash_attention(q, k, v, rate):
+    """softmax_attention by flash-attn 4, or by flash-attn 2 if that is missing or there is decay.
+
+    Not yet run on a GPU. Tests run it with stand-ins for both packages.
+    """
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, T, H, d)
+    d = q.shape[-1]
+    try:
+        from flash_attn.cute import flash_attn_func as flash_attn_4
+    except ImportError:
+        flash_attn_4 = None
+    if flash_attn_4 is not None and rate is None:
+        y, _ = flash_attn_4(q, k, v, softmax_scale=d**-0.5, causal=True)  # on Hopper d_v may be 2d
+        return y.transpose(1, 2)
+
+    from flash_attn import flash_attn_func as flash_attn_2
+
+    # log D = -rate (i - j) is what ALiBi adds to the scores, and calls rates slopes (2108.12409)
+    slopes = None if rate is None else rate.flatten().float()
+    parts = []
+    # it wants d_v = d. So V goes in two halves, like in the paper's FlashDiffAttn_2
+    for part in v.split(d, dim=-1):
+        y = flash_attn_2(q, k, part, softmax_scale=d**-0.5, causal=True, alibi_slopes=slopes)
+        parts.append(y)
+    return torch.cat(parts, dim=-1).transpose(1, 2)
+
+
 def pick_kernel(model, name="auto", dtype=torch.float32):
     """Choose one of KERNELS for the softmax arms' fast form, and set it in all layers.
 
@@ -878,7 +898,7 @@ def kernel_error(layer, device, dtype):
     generator = torch.Generator(device).manual_seed(0)
     like_weights = dict(device=device, dtype=layer.q_proj.weight.dtype)
     x = torch.randn(1, T, layer.config.n_embd, generator=generator, **like_weights)
-    rope = layer.rope(x)
+    rope = layer.rope_from_0(x)
     with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
         with torch.no_grad():
             q, k, v, lam = layer.project(x)
@@ -920,7 +940,7 @@ def demo():
         state = {}
         steps = []
         for t in range(200):
-            steps.append(layer(x[:, t : t + 1], model.rope(1, start=t), state))
+            steps.append(layer(x[:, t : t + 1], model.rope_from(t, 1), state))
 
         layer.flash = False
         by_map = layer(x)

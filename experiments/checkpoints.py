@@ -664,7 +664,7 @@ def attention_maps(model, idx):
     def look(layer, inputs, y):
         x = inputs[0]  # behind the norm of the block
         q, k, _, lam = layer.project(x)
-        rope = layer.rope(x)
+        rope = layer.rope_from_0(x)
         A = layer.attention_map(q, k, lam, rope)
         if layer.branches == 1:
             found.append({"A": A})

@@ -356,7 +356,7 @@ class Reader(nn.Module):
         v = layer.v_proj(normed).view(B, T, layer.n_value_head, -1).transpose(1, 2)
         y = self.join(self.branch_maps(normed)) @ v  # (B, heads, QUERIES, their size)
         if layer.subln is not None:
-            y = layer.subln(y) * layer.subln_scale
+            y = layer.subln(y) * (1 - layer.lambda_init)
         y = y.transpose(1, 2).reshape(B, QUERIES, C)
         x = x[:, self.pairs :] + layer.out_proj(y)
         x = x + block.mlp(block.norm2(x))

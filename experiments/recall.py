@@ -110,7 +110,7 @@ def attention_shares(model, texts, device, T, N, depth):
     sum to 1 over the whole row. Means over heads and texts, a dict for each layer."""
     text, _, place = make_texts(torch.Generator().manual_seed(10**6 + 1), texts, T, N, 1, depth)
     x = model.wte(text.to(device))
-    rope = model.rope(T)
+    rope = model.rope_from(0, T)
     found = []
     for block in model.blocks:
         row = block.attn.map(block.norm1(x))[:, :, -1].cpu()  # (B, heads, T)

@@ -51,7 +51,7 @@ def test_the_rows_of_the_queries_are_those_of_model_py(name):
         x = model.embed(texts)
         whole_map = block.attn.map(block.norm1(x))
         rows = model.join(model.branch_maps(block.norm1(x)))
-        y = block(x, model.gpt.rope(x.shape[1]))
+        y = block(x, model.gpt.rope_from(0, x.shape[1]))
         logits = F.linear(model.gpt.norm(y), model.gpt.wte.weight)
     # 1e-6: the mask of a decay is computed in float32
     torch.testing.assert_close(rows, whole_map[:, :, 16:], atol=1e-6, rtol=0)
