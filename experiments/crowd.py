@@ -156,6 +156,7 @@ MORE = {
     "linear decay": Arm("linear", decay=True),
     "diff_linear norm decay": Arm("diff_linear", subln=True, decay=True),
     "softmax norm": Arm("softmax", subln=True),
+    "softmax 2 heads norm": Arm("softmax", n_head=2, subln=True),
     "diff": Arm("diff"),
     "mean": Arm("diff_linear", combine="mean"),
     "plus": Arm("diff_linear", combine="plus"),
@@ -165,8 +166,8 @@ MORE = {
 }
 ARMS = CORE | DOSES | CONTROLS | MORE
 HARDER = (
-    "linear", "linear 2 heads", "diff_linear norm", "signed 2 heads norm", "delta 2 heads norm",
-    "softmax")
+    "linear", "linear 2 heads", "linear 2 heads norm", "diff_linear norm", "signed 2 heads norm",
+    "delta 2 heads norm", "softmax")
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ GROUPS = {
 }
 
 # the phase diagram: one capped softmax map and the difference of two, both with the norm
-PHASE_ARMS = ("softmax norm", "diff norm")
+PHASE_ARMS = ("softmax norm", "softmax 2 heads norm", "diff norm")
 PHASE_PAIRS = (32, 64, 128)  # 256 and more need more steps than these, see the docstring
 PHASE_STEPS = 1500
 PHASE_CHOOSE_TAU = 1.5
@@ -487,9 +488,11 @@ class Runs:
         return min(losses, key=lambda lr: sum(losses[lr]) / len(losses[lr]))
 
 
-def train_group(runs, likes, choose_seeds, seeds):
-    """Chooses a rate for each of `likes` on `choose_seeds`, and trains it at that rate on `seeds`.
-    The rates and seeds that stand in `likes` don't matter."""
+def choose_rates(runs, likes, choose_seeds):
+    """Trains each of `likes` at several rates on `choose_seeds`, for Runs.best_rate.
+
+    The rates and seeds that stand in `likes` don't matter.
+    """
     wanted = {like: RATES for like in likes}
     while runs.finish([replace(like, lr=lr, seed=seed)
                        for like in likes for lr in wanted[like] for seed in choose_seeds]):
@@ -497,8 +500,6 @@ def train_group(runs, likes, choose_seeds, seeds):
             # a best rate at the edge of what was tried is not known to be the best
             best = LADDER.index(runs.best_rate(like))
             wanted[like] = LADDER[max(0, best - 1) : best + 2]
-    runs.finish([replace(like, lr=runs.best_rate(like), seed=seed)
-                 for like in likes for seed in seeds])
 
 
 def train(runs, args):
@@ -510,19 +511,21 @@ def train(runs, args):
     for name in names:
         group = GROUPS[name]
         likes = [Run(arm, 0, 0, group.pairs, args.steps or group.steps) for arm in group.arms]
-        train_group(runs, likes, args.choose_on, args.seed)
+        choose_rates(runs, likes, args.choose_on)
+        runs.finish([replace(like, lr=runs.best_rate(like), seed=seed)
+                     for like in likes for seed in args.seed])
 
 
 def phase(runs, args):
     """Capped softmax, one map and the difference, over length and sharpness.
 
-    The rate of an arm at a length is the best of two at one sharpness, on one seed. Beyond
-    128 pairs, where a run takes minutes, it is that of 128 pairs."""
+    The rate of an arm at a length is the best one at one sharpness, on one seed. Beyond 128 pairs,
+    where a run takes minutes, it is that of 128 pairs."""
     steps = args.steps or PHASE_STEPS
     # rates are chosen on one seed only: a cell has its neighbours to be checked with
     for N in args.pairs:
         likes = [Run(arm, 0, 0, min(N, 128), steps, PHASE_CHOOSE_TAU) for arm in PHASE_ARMS]
-        runs.finish([replace(like, lr=lr, seed=CHOOSE_SEEDS[0]) for like in likes for lr in RATES])
+        choose_rates(runs, likes, CHOOSE_SEEDS[:1])
         rates = {like.arm: runs.best_rate(like) for like in likes}
         runs.finish([Run(arm, rates[arm], seed, N, steps, tau)
                      for seed in args.seed for tau in args.tau for arm in PHASE_ARMS])

@@ -153,13 +153,14 @@ def fake_run(run):
     return row | {"mean accuracy": 0.5, "loss": loss, "seconds": 0}
 
 
-def test_a_rate_at_the_edge_is_extended_and_the_best_is_reported(tmp_path, monkeypatch):
+def test_a_rate_at_the_edge_is_extended(tmp_path, monkeypatch):
     monkeypatch.setattr(crowd, "do_run", fake_run)
     runs = crowd.Runs(tmp_path, procs=1)
-    crowd.train_group(runs, [Run("linear", 0, 0)], choose_seeds=(1, 2), seeds=(3, 4))
-    tried = {run.lr for run in runs.rows if run.seed in crowd.CHOOSE_SEEDS}
-    assert tried == {3e-3, 1e-2, 3e-2, 1e-1}
-    assert {(run.lr, run.seed) for run in runs.rows if run.seed > 2} == {(3e-2, 3), (3e-2, 4)}
+    like = Run("linear", 0, 0)
+    crowd.choose_rates(runs, [like], choose_seeds=(1, 2))
+    assert {run.lr for run in runs.rows} == {3e-3, 1e-2, 3e-2, 1e-1}
+    assert {run.seed for run in runs.rows} == {1, 2}
+    assert runs.best_rate(like) == 3e-2
 
 
 @pytest.fixture
@@ -179,7 +180,8 @@ def test_all_parts_run_stop_and_go_on(tmp_path, small, monkeypatch, capsys):
     lines = (tmp_path / "runs.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     n_train = len(crowd.SHOWN) * 4  # two seeds to choose a rate, two to report
-    n_phase = 2 + 2 * 2 * 2  # two to choose a rate, then arms x sharpness x seeds
+    arms = len(crowd.PHASE_ARMS)
+    n_phase = arms + arms * 2 * 2  # one to choose a rate, then arms x sharpness x seeds
     assert len(rows) == n_train + n_phase
     assert all(len(row["accuracy"]) == 5 and math.isfinite(row["loss"]) for row in rows)
 
