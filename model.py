@@ -169,7 +169,7 @@ class Attention(nn.Module):
     """
 
     branches = 1  # maps per head of values
-    lambda_init = 0.0  # with one map nothing is subtracted
+    lambda_init = 0.0  # with one map, so that the factor of Eq. 3 is 1
 
     def __init__(self, config, depth):
         super().__init__()
@@ -180,9 +180,8 @@ class Attention(nn.Module):
         self.head_dim = C // config.n_head
         self.flash = config.flash
         self.kernel = "sdpa"  # computes softmax's fast form, see pick_kernel
-        # an experiment may set this to a function that takes the scores, (B, H, T, T), and returns
-        # what the map form should use in their place. (In linear attention that is the numerator
-        # and not z.) The other two forms don't call it
+        # an experiment may set this to a function that takes `scores`, (B, H, T, T), and returns
+        # what the map form should use in their place. The other two forms don't call it
         self.score_hook = None
 
         # queries, keys and values of all heads side by side, and the projection of the output
@@ -203,10 +202,11 @@ class Attention(nn.Module):
         self.lambda_init = self.config.lambda_init
         if self.lambda_init is None:
             self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)
-        self.lambda_q1 = nn.Parameter(torch.empty(self.head_dim))
-        self.lambda_k1 = nn.Parameter(torch.empty(self.head_dim))
-        self.lambda_q2 = nn.Parameter(torch.empty(self.head_dim))
-        self.lambda_k2 = nn.Parameter(torch.empty(self.head_dim))
+        # a GPT draws all parameters anew, by name. These values are for a layer that is used alone
+        self.lambda_q1 = nn.Parameter(torch.randn(self.head_dim) * 0.1)
+        self.lambda_k1 = nn.Parameter(torch.randn(self.head_dim) * 0.1)
+        self.lambda_q2 = nn.Parameter(torch.randn(self.head_dim) * 0.1)
+        self.lambda_k2 = nn.Parameter(torch.randn(self.head_dim) * 0.1)
 
     def lambda_full(self):
         """lambda of Eq. 2, one number for all heads of the layer. It starts near lambda_init."""
@@ -231,11 +231,12 @@ class Attention(nn.Module):
         """
         if not self.config.decay:
             return torch.zeros(self.n_head, 1, 1, device=device, dtype=dtype)
-        shortest = math.log2(4)
-        longest = math.log2(2 * self.config.block_size)
-        if self.n_value_head == 1:
-            shortest = longest = (shortest + longest) / 2
-        log_span = torch.linspace(shortest, longest, self.n_value_head, device=device, dtype=dtype)
+        h = self.n_value_head
+        log_shortest = math.log2(4)
+        log_longest = math.log2(2 * self.config.block_size)
+        if h == 1:
+            log_shortest = log_longest = (log_shortest + log_longest) / 2
+        log_span = torch.linspace(log_shortest, log_longest, h, device=device, dtype=dtype)
         return torch.exp2(-log_span).repeat_interleave(self.branches)[:, None, None]
 
     def project(self, x):
@@ -258,14 +259,13 @@ class Attention(nn.Module):
         if rope is None:
             rope = self.rope_from_0(x)
         q, k, v, lam = self.project(x)
-        is_prompt = state is not None and len(state) == 0
         if state:
             y = self.step(q, k, v, lam, rope, state)  # (B, h, 1, d_v)
         elif self.flash:
             y = self.fast(q, k, v, lam, rope)  # (B, h, T, d_v)
         else:
             y = self.attention_map(q, k, lam, rope).to(v.dtype) @ v  # (B, h, T, d_v)
-        if is_prompt:
+        if state is not None and not state:
             self.fill(k, v, rope, state)
 
         if self.subln is not None:
@@ -312,7 +312,11 @@ class Softmax(Attention):
         return self.subtract(y, lam)
 
     def fill(self, k, v, rope, state):
-        """Begin the cache, with room for block_size tokens: so every step has the same shapes."""
+        """Begin the cache, with room for block_size tokens.
+
+        So every step has the same shapes and torch.compile compiles one. The price is that a step
+        reads the whole room, also while the text is short.
+        """
         room = self.config.block_size - k.shape[2]
         if room < 0:
             block_size = self.config.block_size
@@ -332,7 +336,7 @@ class Softmax(Attention):
         log_D = log_mask(self.decay_rate(q.device, scores.dtype), distance)
         A = F.softmax(scores + log_D, dim=-1)  # (B, H, 1, block_size)
         # the branches of a head read the same values: one matmul serves both, with a row for each
-        A = A.unflatten(1, (-1, self.branches)).squeeze(3)  # (B, h, branches, block_size)
+        A = A.squeeze(2).unflatten(1, (-1, self.branches))  # (B, h, branches, block_size)
         y = A.to(v.dtype) @ state["v"]  # (B, h, branches, d_v)
         y = y.flatten(1, 2).unsqueeze(2)  # (B, H, 1, d_v)
         return self.subtract(y, lam)
@@ -355,6 +359,7 @@ def phi(x):
 def to_chunks(x):
     """(B, H, T, f) to (B, H, N, CHUNK, f). Zeros fill the last chunk up."""
     padding = -x.shape[2] % CHUNK
+    # contiguous, because torch.compile would fail where T is unknown to it and padding may be 0
     x = F.pad(x.contiguous(), (0, 0, 0, padding))
     return x.unflatten(2, (-1, CHUNK))
 
@@ -370,11 +375,11 @@ def chunkwise(q, k, v, rate):
     such matrix, the state, in which older keys have faded more.
 
     q, k (B, H, T, f), v (B, H, T, d_v), rate = -log gamma (H, 1, 1). Returns (B, H, T, d_v). q and
-    k may have 1 in the place of B and H. The cost is O(T), except for part 3 below: it grows with
+    k may have 1 in the place of B and H, as in decayed_cumsum. The cost is O(T), except for part 3 below: it grows with
     N^2 and is as large as part 2 at N = CHUNK, that is at T = 4,096.
     """
     T = v.shape[2]
-    # under autocast v is bf16. q, which was divided by z in float32, has to follow it
+    # q was divided by z in float32. If the model is in bf16, a matmul of both would be an error
     dtype = v.dtype
     q = to_chunks(q.to(dtype))  # (B, H, N, CHUNK, f) with N chunks
     k = to_chunks(k.to(dtype))
@@ -430,8 +435,8 @@ class Linear(Attention):
         """The equation above, one factor a line."""
         rate = self.decay_rate(q.device, wide_dtype(q))
         D = log_mask(rate, distances(q.shape[2], q.device)).exp()
-        weights = upcast(phi(q) @ phi(k).mT) * D  # none is negative
-        z = weights.sum(-1, keepdim=True) + ROW_SUM_EPS  # (B, H, T, 1)
+        unrotated = upcast(phi(q) @ phi(k).mT) * D  # none is negative
+        z = unrotated.sum(-1, keepdim=True) + ROW_SUM_EPS  # (B, H, T, 1)
         A = upcast(self.scores(q, k, rope)) * D / z  # (B, H, T, T)
         return self.subtract(A, lam)
 
@@ -523,7 +528,7 @@ class Block(nn.Module):
 
     def __init__(self, config, depth):
         super().__init__()
-        # in this order, because optimizers are saved in the order of their parameters
+        # an optimizer is saved in the order of its parameters, and older checkpoints have this one
         self.attn = ATTENTION[config.attn](config, depth)
         self.norm1 = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
         self.norm2 = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
@@ -677,7 +682,7 @@ class GPT(nn.Module):
 
         If the program is killed at any point, the file at path is the old one or the whole new one.
         """
-        content = {"config": asdict(self.config), "model": self.state_dict(), **extra}
+        content = dict(config=asdict(self.config), model=self.state_dict(), **extra)
         try:
             with open(f"{path}.tmp", "wb") as f:
                 torch.save(content, f)
@@ -821,7 +826,8 @@ def softmax_attention(q, k, v, rate, name):
             attn_mask=log_D,
             is_causal=log_D is None,
             scale=d**-0.5,
-            # grouped-query attention: heads of q share a head of v
+            # heads of q share a head of v. PyTorch documents it for heads of k and v alike, and
+            # pick_kernel tries whether the kernel does it for v alone
             enable_gqa=v.shape[1] < q.shape[1],
         )
 

@@ -183,7 +183,7 @@ GROUPS = {
     "core": Group(tuple(CORE)),
     "dose": Group(tuple(DOSES)),
     "controls": Group(tuple(CONTROLS)),
-    "64": Group(HARDER, pairs=64, steps=2000),
+    "64": Group((*HARDER, *DOSES), pairs=64, steps=2000),
     # is linear attention only slower to learn it?
     "longer": Group(("linear", "linear 2 heads norm", "diff_linear norm"), steps=6000),
     "more": Group(tuple(MORE)),
