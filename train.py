@@ -24,9 +24,8 @@ import os
 import platform
 import signal
 import sys
-import textwrap
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields
 from datetime import timedelta
 from functools import lru_cache
 from itertools import product
@@ -44,89 +43,11 @@ from data import SHARDS, Shards, get_tokenizer, load_data, lock
 from model import ATTENTION, GPT, KERNELS, GPTConfig, Softmax, open_device, pick_kernel, upcast
 from report import device_name
 
-# -----------------------------------------------------------------------------
-# settings
-
-# the defaults of the flags. fields of the model that are not listed have GPTConfig's default
-PRESETS = {
-    # a few minutes on two CPU cores, on text that every Python has
-    "toy": dict(
-        n_layer=4, n_head=4, n_embd=128, block_size=256,
-        batch_size=8, total_batch=2048, steps=500,
-        lr=2e-3, warmup=50, weight_decay=0.1, grad_clip=1.0, seed=1337,
-        eval_every=100, eval_tokens=65_536, log_every=20, save_every=100,
-    ),
-    # the size of GPT-2 small, for some hours of an H100
-    "gpt2": dict(
-        n_layer=12, n_head=12, n_embd=768, block_size=1024,
-        batch_size=32, total_batch=524_288, tokens=2_800_000_000,
-        lr=1.5e-3, warmup=375, weight_decay=0.1, grad_clip=1.0, seed=1337,
-        eval_every=250, eval_tokens=10_485_760, log_every=10, save_every=250,
-    ),
-}
 PROMPT = "Once upon a time"  # what a sample at each evaluation starts with
 
 # bf16 FLOP/s without sparsity, from NVIDIA's data sheets. the first entry whose name is part of the
 # card's name counts, so "H100 PCIe" stands before "H100"
 PEAK = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
-
-MODEL_FIELDS = [field.name for field in fields(GPTConfig)]
-OPTIMIZER_FIELDS = ["total_batch", "lr", "warmup", "weight_decay", "grad_clip", "seed"]
-# a run's identity: we refuse to resume in a folder whose run differs in one of these. flash is not
-# among them, because the map and the fast form compute the same function
-IDENTITY = [name for name in MODEL_FIELDS if name != "flash"] + OPTIMIZER_FIELDS
-IDENTITY += ["steps", "eval_tokens", "tokenizer", "data_sha256"]
-
-
-@dataclass
-class TrainConfig:
-    """All settings of one run, under the names of the flags. --help says what they do."""
-
-    # what is trained, on what
-    attn: str
-    preset: str
-    data: Path | None  # None: the manual that ships with Python
-    out: Path  # the folder of this run
-    restart: bool
-    # the model
-    n_layer: int
-    n_head: int
-    n_embd: int
-    block_size: int
-    vocab_size: int | None  # the tokenizer's, so it is not known before the data is open
-    mlp_width: int | None
-    rope_theta: float
-    flash: bool
-    kernel: str
-    decay: bool
-    subln: bool | None
-    subln_init: float
-    lambda_init: float | None
-    # the optimization
-    batch_size: int
-    total_batch: int
-    steps: int
-    tokens: int
-    lr: float
-    warmup: int
-    weight_decay: float
-    grad_clip: float
-    seed: int
-    # watching and saving
-    eval_every: int
-    eval_tokens: int
-    log_every: int
-    save_every: int
-    # the machine
-    device: torch.device
-    dtype: str
-    compile: bool
-    rank: int  # the number of this process, from 0
-    world: int  # how many processes there are
-
-    def model_config(self):
-        return GPTConfig(**{name: getattr(self, name) for name in MODEL_FIELDS})
-
 
 # -----------------------------------------------------------------------------
 # types of flags. when one of them complains, argparse puts the name of the flag in front
@@ -200,24 +121,33 @@ def comma_list(of):
 
 
 # -----------------------------------------------------------------------------
-# flags. those that are not given stay None, and the preset fills them in
+# settings. each has one line here, with its values in the two presets or its only default.
+# a flag that is not given stays None until parse() fills it in
 
-
-def describe_preset(name):
-    flags = [f"--{flag}={value}" for flag, value in PRESETS[name].items()]
-    return textwrap.fill(f"preset {name}: {' '.join(flags)}", 79, break_on_hyphens=False)
-
+# toy takes a few minutes on two CPU cores, on text that every Python has. gpt2 has the size of
+# GPT-2 small and takes some hours of an H100. add() puts their settings here
+PRESETS = {"toy": {}, "gpt2": {}}
 
 parser = argparse.ArgumentParser(
     prog="train.py",
     usage="%(prog)s [--flag=value ...]    (--help lists the flags)",
     description=__doc__,
-    epilog="\n\n".join(describe_preset(name) for name in PRESETS),
     formatter_class=argparse.RawDescriptionHelpFormatter,
     allow_abbrev=False,  # whoever searches a command for --decay has to find it
 )
 switch = argparse.BooleanOptionalAction  # --name and --no-name
-# what is trained, on what
+
+
+def add(group, flag, type, help, toy=None, gpt2=None):
+    """Adds a flag whose default is the preset's."""
+    defaults = []
+    for preset, value in [("toy", toy), ("gpt2", gpt2)]:
+        if value is not None:
+            PRESETS[preset][flag.removeprefix("--")] = value
+            defaults.append(f"{preset}: {value}")
+    group.add_argument(flag, type=type, help=f"{help} ({', '.join(defaults)})")
+
+
 group = parser.add_argument_group("what is trained, on what")
 group.add_argument("--attn", type=comma_list(arm),
                    help=f"one or a list of {', '.join(ATTENTION)} (softmax)")
@@ -229,18 +159,18 @@ group.add_argument("--out", type=Path,
                    help="folder of the run, or with several runs the folder that holds theirs "
                         "(out/<attn>-<what differs from the preset>)")
 group.add_argument("--restart", action="store_true", help="discard the run there and start over")
-# the model
-group = parser.add_argument_group("model")
-group.add_argument("--n_layer", type=positive_int, help="blocks (preset)")
-group.add_argument("--n_head", type=positive_int,
-                   help="heads of the softmax model; the differential arms have half (preset)")
-group.add_argument("--n_embd", type=positive_int, help="channels (preset)")
-group.add_argument("--block_size", type=positive_int, help="tokens per sequence (preset)")
+
+group = parser.add_argument_group("model")  # what has no default here has GPTConfig's
+add(group, "--n_layer", positive_int, "blocks", toy=4, gpt2=12)
+add(group, "--n_head", positive_int,
+    "heads of the softmax model; the differential arms have half", toy=4, gpt2=12)
+add(group, "--n_embd", positive_int, "channels", toy=128, gpt2=768)
+add(group, "--block_size", positive_int, "tokens per sequence", toy=256, gpt2=1024)
 group.add_argument("--mlp_width", type=positive_int, help="channels in the MLP (8/3 n_embd)")
 group.add_argument("--rope_theta", type=number_from_0,
                    help="base of the rotary angles, 0 for no positions at all (10000)")
 group.add_argument("--flash", action=switch, help="attention in its fast form, or as a map (fast)")
-group.add_argument("--kernel", choices=["auto", *KERNELS],
+group.add_argument("--kernel", choices=["auto", *KERNELS], default="auto",
                    help="what computes the fast form of softmax and diff (auto); in a list with "
                         "these, the linear arms ignore it")
 group.add_argument("--decay", action=switch, help="heads forget, each at a rate of its own (off)")
@@ -249,48 +179,65 @@ group.add_argument("--subln", action=switch,
 group.add_argument("--subln_init", type=number, help="initial weight of that norm (1)")
 group.add_argument("--lambda_init", type=number,
                    help="a constant (0.8 - 0.6 exp(-0.3 l) in layer l, which counts from 0)")
-# the optimization
+
 group = parser.add_argument_group("optimization")
-group.add_argument("--batch_size", type=positive_int,
-                   help="sequences per micro-step of one process, at most (preset)")
-group.add_argument("--total_batch", type=positive_int,
-                   help="tokens per step of all processes (toy: those of one micro-step)")
+add(group, "--batch_size", positive_int,
+    "sequences per micro-step of one process, at most", toy=8, gpt2=32)
+add(group, "--total_batch", positive_int,
+    "tokens per step of all processes; toy follows the size of a micro-step",
+    toy=2048, gpt2=524_288)
 length = group.add_mutually_exclusive_group()
-length.add_argument("--steps", type=positive_int, help="optimizer steps (toy: 500)")
-length.add_argument("--tokens", type=positive_int, help="tokens, instead of steps (gpt2: 2.8e9)")
-group.add_argument("--lr", type=comma_list(positive_number),
-                   help="peak learning rate, one or a list (preset)")
-group.add_argument("--warmup", type=int_from_0,
-                   help="steps in which the rate rises, before it falls to 0 (preset)")
-group.add_argument("--weight_decay", type=number_from_0, help="AdamW's, on matrices only (0.1)")
-group.add_argument("--grad_clip", type=positive_number, help="largest gradient norm (1)")
-group.add_argument("--seed", type=comma_list(int_from_0),
-                   help="of the first weights and the order of the data, one or a list (1337)")
-# watching and saving
+add(length, "--steps", positive_int, "optimizer steps", toy=500)
+add(length, "--tokens", positive_int, "tokens, instead of steps", gpt2=2_800_000_000)
+add(group, "--lr", comma_list(positive_number),
+    "peak learning rate, one or a list", toy=2e-3, gpt2=1.5e-3)
+add(group, "--warmup", int_from_0,
+    "steps in which the rate rises, before it falls to 0", toy=50, gpt2=375)
+add(group, "--weight_decay", number_from_0, "AdamW's, on matrices only", toy=0.1, gpt2=0.1)
+add(group, "--grad_clip", positive_number, "largest gradient norm", toy=1.0, gpt2=1.0)
+add(group, "--seed", comma_list(int_from_0),
+    "of the first weights and the order of the data, one or a list", toy=1337, gpt2=1337)
+
 group = parser.add_argument_group("watching and saving")
-group.add_argument("--eval_every", type=positive_int, help="steps between evaluations (preset)")
-group.add_argument("--eval_tokens", type=positive_int,
-                   help="val tokens per evaluation, at most as many as the run trains on (preset)")
-group.add_argument("--log_every", type=positive_int, help="steps between lines of the log (preset)")
-group.add_argument("--save_every", type=positive_int, help="steps between checkpoints (preset)")
-# the machine
+add(group, "--eval_every", positive_int, "steps between evaluations", toy=100, gpt2=250)
+add(group, "--eval_tokens", positive_int,
+    "val tokens per evaluation, at most as many as the run trains on",
+    toy=65_536, gpt2=10_485_760)
+add(group, "--log_every", positive_int, "steps between lines of the log", toy=20, gpt2=10)
+add(group, "--save_every", positive_int, "steps between checkpoints", toy=100, gpt2=250)
+
 group = parser.add_argument_group("machine")
 group.add_argument("--device", help="cuda, cuda:1, cpu or mps (cuda where there is one, else cpu)")
 group.add_argument("--dtype", choices=["float32", "bfloat16"],
                    help="of the matmuls (bfloat16 on cuda, else float32)")
 group.add_argument("--compile", action=switch, help="torch.compile the model (on cuda)")
 
+MODEL_FIELDS = [field.name for field in fields(GPTConfig)]
+OPTIMIZER_FIELDS = ["total_batch", "lr", "warmup", "weight_decay", "grad_clip", "seed"]
+# a run's identity: we refuse to resume in a folder whose run differs in one of these. flash is not
+# among them, because the map and the fast form compute the same function
+IDENTITY = [name for name in MODEL_FIELDS if name != "flash"] + OPTIMIZER_FIELDS
+IDENTITY += ["steps", "eval_tokens", "tokenizer", "data_sha256"]
+
 
 def parse(argv=None):
-    """The runs that a command line asks for. ValueError for flags that do not fit together."""
+    """The runs that a command line asks for: a config for each, which has all settings by name.
+
+    Its vocab_size is None until the data is open. ValueError for flags that do not fit together.
+    """
     flags = parser.parse_args(argv)
     given = {name: value for name, value in vars(flags).items() if value is not None}
     rank, world, device = find_process(flags.device)
+    cuda = device.type == "cuda"
 
     # the real run where it can be made, else the toy
     shards = any((flags.data or SHARDS).glob("*.bin"))
-    preset = flags.preset or ("gpt2" if shards and device.type == "cuda" else "toy")
-    defaults = default_settings(preset, device)
+    preset = flags.preset or ("gpt2" if shards and cuda else "toy")
+    defaults = asdict(GPTConfig()) | PRESETS[preset]
+    defaults["vocab_size"] = None  # it will be the tokenizer's
+    defaults["data"] = SHARDS if preset == "gpt2" else None  # None is Python's manual
+    defaults["dtype"] = "bfloat16" if cuda else "float32"
+    defaults["compile"] = cuda
     settings = defaults | given | dict(preset=preset, rank=rank, world=world, device=device)
     settings |= fit_sizes(settings, given)
     return list_runs(settings, given, defaults)
@@ -308,19 +255,6 @@ def find_process(name):
     if world > 1 and name == "cuda":
         torch.cuda.set_device(local_rank)  # from here on "cuda" is the card of this process
     return rank, world, open_device(name)
-
-
-def default_settings(preset, device):
-    """What each setting is when no flag says it."""
-    cuda = device.type == "cuda"
-    more = dict(
-        vocab_size=None,
-        data=SHARDS if preset == "gpt2" else None,
-        kernel="auto",
-        dtype="bfloat16" if cuda else "float32",
-        compile=cuda,
-    )
-    return asdict(GPTConfig()) | PRESETS[preset] | more
 
 
 def fit_sizes(settings, given):
@@ -346,7 +280,7 @@ def fit_sizes(settings, given):
 
 
 def list_runs(settings, given, defaults):
-    """A TrainConfig for each seed, learning rate and arm."""
+    """A config for each seed, learning rate and arm."""
     seeds = given.get("seed", [defaults["seed"]])
     rates = given.get("lr", [defaults["lr"]])
     arms = given.get("attn", [defaults["attn"]])
@@ -361,7 +295,7 @@ def list_runs(settings, given, defaults):
         if softmax_arms and attn not in softmax_arms:
             run["kernel"] = "auto"  # linear arms have no kernel, but here the flag is not for them
         run["warmup"] = min(run["warmup"], run["steps"] - 1)  # so that a short run gets to its peak
-        configs.append(TrainConfig(**run))
+        configs.append(argparse.Namespace(**run))
     return configs
 
 
@@ -381,6 +315,10 @@ def run_name_part(name, value):
     if isinstance(value, float) and 0 < value < 0.01:
         return name + np.format_float_scientific(value, trim="-", exp_digits=1)
     return name + repr(value).removesuffix(".0")
+
+
+def model_config(config):
+    return GPTConfig(**{name: getattr(config, name) for name in MODEL_FIELDS})
 
 
 # -----------------------------------------------------------------------------
@@ -558,7 +496,7 @@ def count_flops(config):
     usual formula, 6N + 12LCT, is wrong for three of our arms: it is softmax attention's. We follow
     it in counting the masked half of a map as work.
     """
-    model = GPT(config.model_config(), seed=None)
+    model = GPT(model_config(config), seed=None)
     for block in model.blocks:
         block.attn.kernel = "efficient"  # the one that pads nothing: zeros are no useful work
     idx = torch.zeros(1, config.block_size, dtype=torch.int64, device="meta")
@@ -608,8 +546,8 @@ def write_log(log_file, record):
 
 def make_head(config, about):
     """The first line of a log: all that is known before the run begins."""
-    parameters = sum(p.numel() for p in GPT(config.model_config(), seed=None).parameters())
-    head = asdict(config) | about | dict(parameters=parameters, date=time.strftime("%Y-%m-%d"))
+    parameters = sum(p.numel() for p in GPT(model_config(config), seed=None).parameters())
+    head = vars(config) | about | dict(parameters=parameters, date=time.strftime("%Y-%m-%d"))
     return json.loads(json.dumps(head, default=str))  # paths and devices turn into their names
 
 
@@ -702,7 +640,7 @@ def start_or_resume(config, data):
         refuse_another_run(config.out, model.extra.get("run", {}) | asdict(model.config), head)
         resumed = model.extra["step"]
     else:
-        model = GPT(config.model_config(), config.seed).to(config.device)
+        model = GPT(model_config(config), config.seed).to(config.device)
     for block in model.blocks:
         block.attn.flash = config.flash  # the checkpoint's may be another, see IDENTITY
 
@@ -889,8 +827,8 @@ def main(argv=None):
         dist.init_process_group()
     torch.set_float32_matmul_precision("high")
     data = open_data(shared)
-    configs = [replace(config, vocab_size=data.enc.n_vocab) for config in configs]
     for config in configs:
+        config.vocab_size = data.enc.n_vocab
         check_run(config, data)  # all of them now, so that an error comes before hours of training
     introduce(shared, data)
 

@@ -1,7 +1,6 @@
 """experiments/gpt2.py: its arms, its statistics by hand-made numbers, and the whole at toy size."""
 import json
 import math
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -37,7 +36,8 @@ def models(flags, vocab_size=257):
     found = {}
     for row, own in (rows["Q1"] | rows["Q2"]).items():
         config = train.parse([*flags, *own])[0]
-        found[row] = GPT(replace(config, vocab_size=vocab_size).model_config(), seed=None)
+        config.vocab_size = vocab_size
+        found[row] = GPT(train.model_config(config), seed=None)
     return found
 
 
