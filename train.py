@@ -454,19 +454,13 @@ def make_optimizer(model, lr, weight_decay):
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
 
 
-class Update(NamedTuple):
-    """What an optimizer step tells the log."""
-
-    loss: torch.Tensor  # the mean over the micro-steps of this process, before the update
-    grad_norm: torch.Tensor  # before clipping
-    lr: float
-
-
 def training_step(model, optimizer, train, config, step):
-    """Makes update number step, counted from 0."""
-    lr = learning_rate(step, config)
+    """Makes update number step, counted from 0.
+
+    Returns the loss before it, the mean of this process, and the gradient's norm before clipping.
+    """
     for param_group in optimizer.param_groups:
-        param_group["lr"] = lr
+        param_group["lr"] = learning_rate(step, config)
 
     micro_steps = config.total_batch // (config.batch_size * config.block_size * config.world)
     loss_sum = torch.zeros((), device=config.device)
@@ -486,7 +480,7 @@ def training_step(model, optimizer, train, config, step):
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     # both are still tensors. to make numbers of them we would have to wait for the GPU
-    return Update(loss_sum / micro_steps, grad_norm, lr)
+    return loss_sum / micro_steps, grad_norm
 
 
 def count_flops(config):
@@ -551,27 +545,26 @@ def make_head(config, about):
     return json.loads(json.dumps(head, default=str))  # paths and devices turn into their names
 
 
-class Clock(NamedTuple):
-    """The step and the time since which we measure the speed."""
+def make_record(config, step, update, since, speed_limit):
+    """What the log says of a step. An evaluation adds to it.
 
-    step: int
-    seconds: float
-
-
-def make_record(config, step, update, clock, speed_limit):
-    """What the log says of a step. An evaluation adds to it. At step 0 there is no update yet."""
+    update is what training_step returned, or None at step 0. The speed is the mean since the moment
+    since, a step and a time.
+    """
     record = dict(step=step, tokens=step * config.total_batch)
     record |= dict(train_loss=None, lr=None, grad_norm=None, tok_per_s=None, mfu=None)
     if update is None:
         return record
+    loss, grad_norm = update
     if config.world > 1:
-        dist.all_reduce(update.loss)
+        dist.all_reduce(loss)
     # item() waits for the device. only then we read the clock, so that its work is in the time
-    record["train_loss"] = update.loss.item() / config.world
-    record["lr"] = update.lr
-    record["grad_norm"] = update.grad_norm.item()
-    seconds = time.perf_counter() - clock.seconds
-    record["tok_per_s"] = (step - clock.step) * config.total_batch / seconds
+    record["train_loss"] = loss.item() / config.world
+    record["lr"] = learning_rate(step - 1, config)
+    record["grad_norm"] = grad_norm.item()
+    first_step, start = since
+    seconds = time.perf_counter() - start
+    record["tok_per_s"] = (step - first_step) * config.total_batch / seconds
     if speed_limit is not None:
         record["mfu"] = record["tok_per_s"] / speed_limit
     return record
@@ -703,7 +696,7 @@ def train_loop(config, data, run, log_file):
     speed_limit = full_speed(config, run.head["device_name"])
     step = run.resumed or 0
     update = None
-    clock = Clock(step, time.perf_counter())
+    since = (step, time.perf_counter())  # the speed is measured from here on
     while True:
         last = step == config.steps
         stop = somebody_stops(config)  # by Ctrl-C or SIGTERM
@@ -715,7 +708,7 @@ def train_loop(config, data, run, log_file):
         # once in a while: look at the loss. that waits for the GPU, so we don't do it every time
         record = {}
         if log_now or save_now:
-            record = make_record(config, step, update, clock, speed_limit)
+            record = make_record(config, step, update, since, speed_limit)
 
         # once in a while: evaluate, and sample from the model
         if evaluate_now:
@@ -724,20 +717,21 @@ def train_loop(config, data, run, log_file):
             record["sample"] = sample_text(run.model, data.enc, config)
 
         # a model that is not finite does not recover, and must not replace the last checkpoint
-        if not_finite(record):
-            give_up(config, record, log_file)
+        bad = not_finite(record)
+        if bad:
+            write_log(log_file, dict(step=step, tokens=record["tokens"], not_finite=bad))
+            rest = "the last checkpoint is kept, try a lower --lr"
+            print0(f"{config.out} stops at step {step}: {bad}; {rest}", file=sys.stderr)
             return "diverged"
 
-        # once in a while: log
+        # once in a while: log and save
         if log_now:
             write_log(log_file, record)
             print0(format_record(record, config))
-
-        # once in a while: save
         if save_now and config.rank == 0:
             save_checkpoint(config, run, step, log_file)
         if log_now or save_now:
-            clock = Clock(step, time.perf_counter())  # all of this was not training
+            since = (step, time.perf_counter())  # all of this was not training
 
         if last:
             return "finished"
@@ -745,17 +739,8 @@ def train_loop(config, data, run, log_file):
             print0(f"stopped after step {step} of {config.steps}: the same command resumes")
             return "stopped"
 
-        # a single training step
         update = training_step(run.parallel, run.optimizer, data.train, config, step)
         step += 1
-
-
-def give_up(config, record, log_file):
-    """Says why a run ends that is not finite."""
-    bad = not_finite(record)
-    write_log(log_file, dict(step=record["step"], tokens=record["tokens"], not_finite=bad))
-    rest = "the last checkpoint is kept, try a lower --lr"
-    print0(f"{config.out} stops at step {record['step']}: {bad}; {rest}", file=sys.stderr)
 
 
 def save_checkpoint(config, run, step, log_file):
