@@ -25,7 +25,7 @@ import platform
 import signal
 import sys
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from datetime import timedelta
 from functools import lru_cache
 from itertools import product
@@ -784,6 +784,10 @@ def check_run(config, data):
         # only once, when its turn comes
         there, _ = read_log(config.out / "log.jsonl")
         refuse_another_run(config.out, there, head)
+    # one layer shows whether the kernel runs here, and a vocabulary would only take time to draw
+    small = replace(model_config(config), n_layer=1, vocab_size=1)
+    model = GPT(small, config.seed).to(config.device)
+    pick_kernel(model, config.kernel, getattr(torch, config.dtype))
 
 
 def introduce(config, data):

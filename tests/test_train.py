@@ -639,6 +639,13 @@ def test_all_runs_are_checked_before_the_first_one():
     assert len(list(Path("out").iterdir())) == 1  # the softmax run has not begun
 
 
+def test_a_kernel_that_can_not_run_is_refused_before_the_first_run():
+    # the linear run comes first, and it needs no kernel
+    flags = [*TOY, "--attn=linear,softmax", "--kernel=cudnn"]
+    assert_value_error("kernel cudnn can't run on cpu", train.main, flags)
+    assert os.listdir() == []
+
+
 def test_two_processes_give_the_losses_of_one():
     flags = [*TOY, "--total_batch=512", "--eval_tokens=1600", "--attn=diff_linear"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
