@@ -218,6 +218,9 @@ OPTIMIZER_FIELDS = ["total_batch", "lr", "warmup", "weight_decay", "grad_clip", 
 # among them, because the map and the fast form compute the same function
 IDENTITY = [name for name in MODEL_FIELDS if name != "flash"] + OPTIMIZER_FIELDS
 IDENTITY += ["steps", "eval_tokens", "tokenizer", "data_sha256"]
+# these may be others when a run resumes. then the log says so
+MACHINE = ["device", "device_name", "dtype", "compile", "flash", "kernel", "batch_size", "world"]
+MACHINE += ["torch", "python"]
 
 
 def parse(argv=None):
@@ -676,11 +679,7 @@ def train_run(config, data, log_file):
         log_file.truncate(0)
         write_log(log_file, run.head)
     elif config.rank == 0:
-        # cut off what the log says of later steps than the checkpoint's: we make them again
-        _, records = read_log(log_file.name)
-        kept = 1 + sum(record["step"] <= run.resumed for record in records)  # 1 is the head
-        lines = Path(log_file.name).read_bytes().splitlines(keepends=True)
-        log_file.truncate(sum(len(line) for line in lines[:kept]))
+        resume_log(log_file, config, run)
 
     outcome = train_loop(config, data, run, log_file)
     if outcome == "finished":
@@ -689,6 +688,23 @@ def train_run(config, data, log_file):
     if outcome == "stopped" and config.restart:
         print0("      but leave out --restart, or it starts over")
     return outcome
+
+
+def resume_log(log_file, config, run):
+    """Makes the log ready for the steps after the checkpoint."""
+    head, records = read_log(log_file.name)
+    # cut off what it says of later steps than the checkpoint's: we make them again
+    kept = [record for record in records if record["step"] <= run.resumed]
+    lines = Path(log_file.name).read_bytes().splitlines(keepends=True)
+    log_file.truncate(sum(len(line) for line in lines[: 1 + len(kept)]))  # 1 is the head
+
+    # the head says how the run began. what is different from now on gets a line of its own
+    for record in kept:
+        head |= record.get("resumed", {})
+    changed = {name: run.head[name] for name in MACHINE if run.head[name] != head.get(name)}
+    if changed:
+        tokens = run.resumed * config.total_batch
+        write_log(log_file, dict(step=run.resumed, tokens=tokens, resumed=changed))
 
 
 def train_loop(config, data, run, log_file):

@@ -508,6 +508,25 @@ def test_another_pace_is_not_another_run():
     assert not run.model.blocks[0].attn.flash
     train_to_the_end([*flags, *pace])
     assert done_steps("run") == 4
+    _, records = train.read_log("run/log.jsonl")
+    changed = dict(dtype="bfloat16", flash=False)
+    assert dict(step=2, tokens=2 * 128, resumed=changed) in records
+
+
+def test_the_log_says_what_is_different_after_a_resume():
+    flags = [*TOY, "--steps=6", "--out=run"]
+    train_in_child(flags, kill_before=("train.training_step", 3))
+    by_map = [*flags, "--no-flash"]
+    train_in_child(by_map, kill_before=("train.training_step", 1))  # it is still at step 2
+    train_in_child(by_map, kill_before=("train.training_step", 3))
+    train_to_the_end(flags)
+    head, records = train.read_log("run/log.jsonl")
+    assert head["flash"]
+    assert [record for record in records if "resumed" in record] == [
+        dict(step=2, tokens=2 * 128, resumed=dict(flash=False)),
+        dict(step=4, tokens=4 * 128, resumed=dict(flash=True)),
+    ]
+    assert [record["step"] for record in records if "train_loss" in record] == list(range(7))
 
 
 def test_restart_trains_anew():
