@@ -25,6 +25,7 @@ from torch.utils.benchmark import Timer
 
 import report
 import train
+from flags import comma_list, positive_int
 from model import ATTENTION, GPT, KERNELS, GPTConfig, Softmax
 from model import next_token, open_device, pick_kernel, round_to_bf16
 from report import MeanError
@@ -555,17 +556,17 @@ def decode(args):
 
 def add_timing_flags(p):
     """The flags that speed and decode share."""
-    whole_numbers = train.comma_list(train.positive_int)
+    whole_numbers = comma_list(positive_int)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     switch = argparse.BooleanOptionalAction
-    p.add_argument("--arms", type=train.comma_list(train.arm), default=list(ATTENTION),
+    p.add_argument("--arms", type=comma_list(train.arm), default=list(ATTENTION),
                    help="comma list of arms; the others are compared to the first (all)")
-    p.add_argument("--kernel", type=train.comma_list(kernel_name), default=["auto"],
+    p.add_argument("--kernel", type=comma_list(kernel_name), default=["auto"],
                    help=f"comma list, for softmax and diff: auto, {', '.join(KERNELS)} (auto)")
     p.add_argument("--decay", action=switch, default=False, help="let heads forget (off)")
     p.add_argument("--T", type=whole_numbers,
                    help="comma list of lengths in tokens (1024 and more on cuda, less on a CPU)")
-    p.add_argument("--repeats", type=train.positive_int, default=7, help="rounds (%(default)s)")
+    p.add_argument("--repeats", type=positive_int, default=7, help="rounds (%(default)s)")
     p.add_argument("--preset", choices=train.PRESETS,
                    help="the preset of train.py with the model's size (gpt2 on cuda, else toy)")
     p.add_argument("--device", default=default, help="cuda, cuda:1, cpu (%(default)s)")
@@ -604,11 +605,11 @@ def main(argv=None):
                    help="folders, of which all runs below them are read (out)")
     p = add_verb(verbs, speed)
     add_timing_flags(p)
-    p.add_argument("--batch_size", type=train.positive_int,
+    p.add_argument("--batch_size", type=positive_int,
                    help="sequences of the preset's block_size in a call (the preset's)")
     p = add_verb(verbs, decode)
     add_timing_flags(p)
-    p.add_argument("--num_samples", type=train.comma_list(train.positive_int), default=[1, 8, 64],
+    p.add_argument("--num_samples", type=comma_list(positive_int), default=[1, 8, 64],
                    help="comma list: sequences at once (1,8,64)")
     args = parser.parse_args(argv)
     report.check_can_publish(args.out)  # now, and not after hours of timing

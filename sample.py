@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from data import EOT, get_tokenizer
+from flags import int_from_0, number, number_from_0, positive_int
 from model import GPT, open_device, pick_kernel, round_to_bf16
-from train import int_from_0, number, number_from_0, positive_int
 
 parser = argparse.ArgumentParser(
     prog="sample.py",

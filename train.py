@@ -40,6 +40,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from data import SHARDS, Shards, get_tokenizer, load_data, lock
+from flags import comma_list, int_from_0, number, number_from_0, positive_int, positive_number
 from model import ATTENTION, GPT, KERNELS, GPTConfig, Softmax, open_device, pick_kernel, upcast
 from report import device_name
 
@@ -50,78 +51,7 @@ PROMPT = "Once upon a time"  # what a sample at each evaluation starts with
 PEAK = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 # -----------------------------------------------------------------------------
-# types of flags. when one of them complains, argparse puts the name of the flag in front
-
-
-def wrong(text, right):
-    return argparse.ArgumentTypeError(f"{text!r} is not {right}")
-
-
-def to_float(text):
-    """NaN for text that is no number, so that our comparisons refuse it, too."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def number(text):
-    value = to_float(text)
-    if not math.isfinite(value):
-        raise wrong(text, "a finite number, like 0.5 or 1e-3")
-    return value
-
-
-def positive_number(text):
-    value = number(text)
-    if value <= 0:
-        raise wrong(text, "a number above 0, like 0.5 or 1e-3")
-    return value
-
-
-def number_from_0(text):
-    value = number(text)
-    if value < 0:
-        raise wrong(text, "a number from 0 on, like 0.5 or 1e-3")
-    return value
-
-
-def whole_number(text, least):
-    """The int of a text like 12 or 1e9."""
-    try:
-        value = int(text)  # keeps all digits of a long seed. a float would round it
-    except ValueError:
-        value = to_float(text)
-    if not value >= least or value % 1 != 0:
-        raise wrong(text, f"a whole number from {least} on, like 12 or 1e9")
-    return int(value)
-
-
-def int_from_0(text):
-    return whole_number(text, least=0)
-
-
-def positive_int(text):
-    return whole_number(text, least=1)
-
-
-def arm(text):
-    if text not in ATTENTION:
-        raise wrong(text, f"one of {', '.join(ATTENTION)}")
-    return text
-
-
-def comma_list(of):
-    """The type of a list: 1 or 1,2,3. A value that is repeated counts once."""
-
-    def parse_list(text):
-        return list(dict.fromkeys(of(part) for part in text.split(",")))
-
-    return parse_list
-
-
-# -----------------------------------------------------------------------------
-# settings. each has one line here, with its values in the two presets or its only default.
+# settings. each one stands here only, with its values in the two presets, or in help its default.
 # a flag that is not given stays None until parse() fills it in
 
 # toy takes a few minutes on two CPU cores, on text that every Python has. gpt2 has the size of
@@ -138,8 +68,15 @@ parser = argparse.ArgumentParser(
 switch = argparse.BooleanOptionalAction  # --name and --no-name
 
 
+def arm(text):
+    """The type of --attn. An arm from another file is in ATTENTION as well."""
+    if text not in ATTENTION:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(ATTENTION)}")
+    return text
+
+
 def add(group, flag, type, help, toy=None, gpt2=None):
-    """Adds a flag whose default is the preset's."""
+    """Adds a flag whose default is the preset's, and says it in --help."""
     defaults = []
     for preset, value in [("toy", toy), ("gpt2", gpt2)]:
         if value is not None:

@@ -25,8 +25,8 @@ import torch.nn.functional as F
 import report
 from bench import arm_names
 from data import get_tokenizer, load_data
+from flags import comma_list, positive_int
 from model import GPT, Softmax, open_device
-from train import comma_list, positive_int
 
 MANUAL = "pydoc_data.topics"  # what a run's log calls the manual that ships with Python
 

@@ -102,8 +102,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import report
+from flags import comma_list, int_from_0, positive_int, positive_number
 from model import GPT, GPTConfig, distances, log_mask, phi
-from train import comma_list, int_from_0, positive_int, positive_number
 
 QUERIES = 8
 CHANNELS = 64

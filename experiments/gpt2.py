@@ -59,6 +59,7 @@ import report
 import train
 from experiments import grid
 from experiments.diff_v2 import matched_width, register
+from flags import positive_number
 
 SEEDS = "2,3,4"
 CHOOSE_ON = "1"
@@ -423,7 +424,7 @@ def read_arguments(argv):
     """Our settings, and the flags for train.py."""
     p = grid.parser("python -m experiments.gpt2", __doc__, "out/gpt2", SEEDS, RATES, CHOOSE_ON)
     p.add_argument("--only", choices=["Q1", "Q2"], help="the arms of one question (both)")
-    p.add_argument("--minutes", type=train.positive_number,
+    p.add_argument("--minutes", type=positive_number,
                    help="train each arm for this time at one rate, and compare nothing. Then "
                         "--seed is 1 and --out is out/gpt2-minutes, if they are not given")
     args, flags = p.parse_known_args(argv)

@@ -29,6 +29,7 @@ import pandas as pd
 import data
 import report
 import train
+from flags import comma_list, int_from_0, positive_number
 
 MOST_EXTENSIONS = 3  # how often the range of rates grows, if the best one is at its edge
 BELONG_TO_THE_GRID = {"attn", "seed", "out", "restart"}
@@ -376,12 +377,12 @@ def parser(name, about, out, seeds, rates, choose_on):
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # a flag of train.py may be the beginning of one of these
     )
-    seed_list = train.comma_list(train.int_from_0)
+    seed_list = comma_list(int_from_0)
     p.add_argument("--seed", type=seed_list, default=seeds,
                    help="the seeds that are reported, a comma list (%(default)s)")
     p.add_argument("--choose_on", type=seed_list, default=choose_on,
                    help="the seeds on which each row's rate is chosen (%(default)s)")
-    p.add_argument("--rates", type=train.comma_list(train.positive_number), default=rates,
+    p.add_argument("--rates", type=comma_list(positive_number), default=rates,
                    help="the peak rates that each row tries, and more if the best is at an edge. "
                         "A single one is used as it is (%(default)s)")
     p.add_argument("--rows", default="*", help="the rows to train, a comma list of patterns (all)")

@@ -28,8 +28,8 @@ import pandas as pd
 import torch
 
 import report
+from flags import comma_list, int_from_0, positive_number
 from model import ATTENTION, GPT, GPTConfig
-from train import comma_list, int_from_0, positive_number
 
 KEYS = 16
 VALUES = 16
