@@ -155,7 +155,8 @@ OPTIMIZER_FIELDS = ["total_batch", "lr", "warmup", "weight_decay", "grad_clip", 
 # among them, because the map and the fast form compute the same function
 IDENTITY = [name for name in MODEL_FIELDS if name != "flash"] + OPTIMIZER_FIELDS
 IDENTITY += ["steps", "eval_tokens", "tokenizer", "data_sha256"]
-# these may be others when a run resumes. then the log says so
+# a run may resume with other ones of these, which change its speed or its last digits. the log says
+# so, see resume_log
 MACHINE = ["device", "device_name", "dtype", "compile", "flash", "kernel", "batch_size", "world"]
 MACHINE += ["torch", "python"]
 
@@ -258,6 +259,7 @@ def run_name_part(name, value):
 
 
 def model_config(config):
+    """Those settings of a run that its model has."""
     return GPTConfig(**{name: getattr(config, name) for name in MODEL_FIELDS})
 
 
@@ -769,9 +771,10 @@ def main(argv=None):
         dist.init_process_group()
     torch.set_float32_matmul_precision("high")
     data = open_data(shared)
+    # all of them before the first one is trained, so that no error comes after hours
     for config in configs:
         config.vocab_size = data.enc.n_vocab
-        check_run(config, data)  # all of them now, so that an error comes before hours of training
+        check_run(config, data)
     introduce(shared, data)
 
     outcomes = []
