@@ -21,6 +21,7 @@ def to_float(text):
 
 def number(text):
     value = to_float(text)
+    # float() also reads "inf", which would pass for a large number
     if not math.isfinite(value):
         raise wrong(text, "a finite number, like 0.5 or 1e-3")
     return value
@@ -46,6 +47,7 @@ def whole_number(text, least):
         value = int(text)  # keeps all digits of a long seed. a float would round it
     except ValueError:
         value = to_float(text)
+    # the remainder of inf is NaN, so that inf is refused, too
     if not value >= least or value % 1 != 0:
         raise wrong(text, f"a whole number from {least} on, like 12 or 1e9")
     return int(value)

@@ -23,20 +23,10 @@ import numpy as np
 from tqdm import tqdm
 
 from data import HEADER, MAGIC, SHARDS, VERSION, get_tokenizer, load_manifest, lock, read_shard
+from flags import positive_int
 
 ROWS = 64  # documents that a thread tokenizes at a time
 worker = threading.local()
-
-
-def positive_int(text):
-    """The type of a flag: a whole number of at least 1, which may be written as 1e9."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0
-    if value < 1 or value % 1 != 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on, like 1e9")
-    return int(value)
 
 
 def open_source(args):

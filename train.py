@@ -25,7 +25,7 @@ import platform
 import signal
 import sys
 import time
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from functools import lru_cache
 from itertools import product
@@ -51,8 +51,8 @@ PROMPT = "Once upon a time"  # what a sample at each evaluation starts with
 PEAK = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 # -----------------------------------------------------------------------------
-# settings. each one stands here only, with its values in the two presets, or in help its default.
-# a flag that is not given stays None until parse() fills it in
+# flags: a line or two for each, with its values in the two presets, or its default in the help. one
+# that is not given stays None until parse() fills it in
 
 # toy takes a few minutes on two CPU cores, on text that every Python has. gpt2 has the size of
 # GPT-2 small and takes some hours of an H100. add() puts their settings here
@@ -149,6 +149,57 @@ group.add_argument("--dtype", choices=["float32", "bfloat16"],
                    help="of the matmuls (bfloat16 on cuda, else float32)")
 group.add_argument("--compile", action=switch, help="torch.compile the model (on cuda)")
 
+
+@dataclass
+class TrainConfig:
+    """All settings of one run, under the names of the flags. --help says what they do."""
+
+    # what is trained, on what
+    attn: str
+    preset: str
+    data: Path | None  # None: the manual that ships with Python
+    out: Path  # the folder of this run
+    restart: bool
+    # the model
+    n_layer: int
+    n_head: int
+    n_embd: int
+    block_size: int
+    vocab_size: int | None  # the tokenizer's, so it is not known before the data is open
+    mlp_width: int | None
+    rope_theta: float
+    flash: bool
+    kernel: str
+    decay: bool
+    subln: bool | None
+    subln_init: float
+    lambda_init: float | None
+    # the optimization
+    batch_size: int
+    total_batch: int
+    steps: int
+    tokens: int
+    lr: float
+    warmup: int
+    weight_decay: float
+    grad_clip: float
+    seed: int
+    # watching and saving
+    eval_every: int
+    eval_tokens: int
+    log_every: int
+    save_every: int
+    # the machine
+    device: torch.device
+    dtype: str
+    compile: bool
+    rank: int  # the number of this process, from 0
+    world: int  # how many processes there are
+
+    def model_config(self):
+        return GPTConfig(**{name: getattr(self, name) for name in MODEL_FIELDS})
+
+
 MODEL_FIELDS = [field.name for field in fields(GPTConfig)]
 OPTIMIZER_FIELDS = ["total_batch", "lr", "warmup", "weight_decay", "grad_clip", "seed"]
 # a run's identity: we refuse to resume in a folder whose run differs in one of these. flash is not
@@ -162,10 +213,7 @@ MACHINE += ["torch", "python"]
 
 
 def parse(argv=None):
-    """The runs that a command line asks for: a config for each, which has all settings by name.
-
-    Its vocab_size is None until the data is open. ValueError for flags that do not fit together.
-    """
+    """The runs that a command line asks for. ValueError for flags that do not fit together."""
     flags = parser.parse_args(argv)
     given = {name: value for name, value in vars(flags).items() if value is not None}
     rank, world, device = find_process(flags.device)
@@ -221,7 +269,7 @@ def fit_sizes(settings, given):
 
 
 def list_runs(settings, given, defaults):
-    """A config for each seed, learning rate and arm."""
+    """A TrainConfig for each seed, learning rate and arm."""
     seeds = given.get("seed", [defaults["seed"]])
     rates = given.get("lr", [defaults["lr"]])
     arms = given.get("attn", [defaults["attn"]])
@@ -236,7 +284,7 @@ def list_runs(settings, given, defaults):
         if softmax_arms and attn not in softmax_arms:
             run["kernel"] = "auto"  # linear arms have no kernel, but here the flag is not for them
         run["warmup"] = min(run["warmup"], run["steps"] - 1)  # so that a short run gets to its peak
-        configs.append(argparse.Namespace(**run))
+        configs.append(TrainConfig(**run))
     return configs
 
 
@@ -256,11 +304,6 @@ def run_name_part(name, value):
     if isinstance(value, float) and 0 < value < 0.01:
         return name + np.format_float_scientific(value, trim="-", exp_digits=1)
     return name + repr(value).removesuffix(".0")
-
-
-def model_config(config):
-    """Those settings of a run that its model has."""
-    return GPTConfig(**{name: getattr(config, name) for name in MODEL_FIELDS})
 
 
 # -----------------------------------------------------------------------------
@@ -432,7 +475,7 @@ def count_flops(config):
     usual formula, 6N + 12LCT, is wrong for three of our arms: it is softmax attention's. We follow
     it in counting the masked half of a map as work.
     """
-    model = GPT(model_config(config), seed=None)
+    model = GPT(config.model_config(), seed=None)
     for block in model.blocks:
         block.attn.kernel = "efficient"  # the one that pads nothing: zeros are no useful work
     idx = torch.zeros(1, config.block_size, dtype=torch.int64, device="meta")
@@ -482,7 +525,7 @@ def write_log(log_file, record):
 
 def make_head(config, about):
     """The first line of a log: all that is known before the run begins."""
-    parameters = sum(p.numel() for p in GPT(model_config(config), seed=None).parameters())
+    parameters = sum(p.numel() for p in GPT(config.model_config(), seed=None).parameters())
     head = vars(config) | about | dict(parameters=parameters, date=time.strftime("%Y-%m-%d"))
     return json.loads(json.dumps(head, default=str))  # paths and devices turn into their names
 
@@ -575,7 +618,7 @@ def start_or_resume(config, data):
         refuse_another_run(config.out, model.extra.get("run", {}) | asdict(model.config), head)
         resumed = model.extra["step"]
     else:
-        model = GPT(model_config(config), config.seed).to(config.device)
+        model = GPT(config.model_config(), config.seed).to(config.device)
     for block in model.blocks:
         block.attn.flash = config.flash  # the checkpoint's may be another, see IDENTITY
 
@@ -740,7 +783,7 @@ def check_run(config, data):
         there, _ = read_log(config.out / "log.jsonl")
         refuse_another_run(config.out, there, head)
     # one layer shows whether the kernel runs here, and a vocabulary would only take time to draw
-    small = replace(model_config(config), n_layer=1, vocab_size=1)
+    small = replace(config.model_config(), n_layer=1, vocab_size=1)
     model = GPT(small, config.seed).to(config.device)
     pick_kernel(model, config.kernel, getattr(torch, config.dtype))
 

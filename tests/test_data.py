@@ -439,7 +439,7 @@ def test_pretokenized_shards_are_fetched_whole_and_in_order(monkeypatch):
 
 
 @pytest.mark.parametrize("flags, says", [
-    ("--shard_tokens=0", "--shard_tokens: '0' is not a whole number from 1 on, like 1e9"),
+    ("--shard_tokens=0", "--shard_tokens: '0' is not a whole number from 1 on, like 12 or 1e9"),
     ("--shard_tokens=1e10", "a shard has fewer than 2^31 tokens"),
     ("--tokens=1.9", "--tokens: '1.9' is not a whole number"),
     ("--tokens=inf", "--tokens: 'inf' is not a whole number"),

@@ -264,7 +264,7 @@ def test_every_row_of_the_toy_is_another_model():
     for name, own in rows.items():
         (config,) = train.parse(own)
         config.vocab_size = 257
-        configs[name] = train.model_config(config)
+        configs[name] = config.model_config()
     assert len({repr(config) for config in configs.values()}) == len(rows) == 18 + 9
     for name, config in configs.items():
         assert config.decay == ("+ decay" in name or "short head" in name)

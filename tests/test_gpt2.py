@@ -37,7 +37,7 @@ def models(flags, vocab_size=257):
     for row, own in (rows["Q1"] | rows["Q2"]).items():
         config = train.parse([*flags, *own])[0]
         config.vocab_size = vocab_size
-        found[row] = GPT(train.model_config(config), seed=None)
+        found[row] = GPT(config.model_config(), seed=None)
     return found
 
 

@@ -268,7 +268,7 @@ def flops_of_attention(attn, block_size):
     sizes = ["--n_layer=2", "--n_embd=64", "--n_head=4", f"--block_size={block_size}"]
     config = one_run(*sizes, f"--attn={attn}", "--total_batch=2048", "--batch_size=1")
     config.vocab_size = 257
-    matrices = [p for p in GPT(train.model_config(config)).parameters() if p.ndim == 2]
+    matrices = [p for p in GPT(config.model_config()).parameters() if p.ndim == 2]
     return train.count_flops(config) - 6 * sum(p.numel() for p in matrices)
 
 
