@@ -659,27 +659,28 @@ def contrast_table(df):
     return pd.DataFrame(rows)
 
 
-# which lines the first figure shows, and what it calls them
+# the first figure is about texts of this length
+PICTURE_PAIRS = 64
+# its lines, and what it calls them
 SHOWN = {
-    "softmax": "softmax (and diff)",
+    "softmax": "softmax",
     "diff_linear norm": "diff_linear",
     "linear": "linear",
-    "linear 2 heads norm": "linear, 2 heads",
-    "mean norm": "diff_linear with a plus",
+    "linear 2 heads norm": "linear, heads and norm\nof diff_linear",
 }
 
 
 @torch.no_grad()
 def example_maps(steps, m):
-    """A_1, A_2 and A_1 - lambda A_2 of one head of a trained diff_linear for one text, as one
-    tensor, (3, QUERIES, N), and lambda.
+    """A_1, A_2 and A_1 - lambda A_2 of one head of a trained diff_linear for one text of m pairs in
+    the crowd, as one tensor, (3, QUERIES, N), and lambda.
 
     The pairs are sorted: those asked for in the order of the queries, the others, the crowd."""
     torch.set_num_threads(1)
     with torch.enable_grad():
-        model = train_reader(Run("diff_linear norm", 3e-3, REPORT_SEEDS[0], steps=steps))
-    N = model.pairs
-    texts = make_texts(torch.Generator().manual_seed(10**6), 1, N, m)
+        run = Run("diff_linear norm", 3e-3, REPORT_SEEDS[0], PICTURE_PAIRS, steps)
+        model = train_reader(run)
+    texts = make_texts(torch.Generator().manual_seed(10**6), 1, PICTURE_PAIRS, m)
     A = model.branch_maps(model.gpt.blocks[0].norm1(model.embed(texts)))[0]  # (H, QUERIES, T)
     order = texts.place[0].flip(0)  # drawn last are those asked for, drawn first the crowd
     order[:QUERIES] = order[:QUERIES].flip(0)
@@ -691,17 +692,18 @@ def example_maps(steps, m):
     return torch.stack((A[2 * head], A[2 * head + 1], difference[head])), lam
 
 
-def draw_maps(figure, grid, steps, m=8):
+def draw_maps(figure, grid, steps):
     from matplotlib.patches import Rectangle
 
+    N = PICTURE_PAIRS
+    m = N // 4
     maps, lam = example_maps(steps, m)
     titles = [
-        "$A_1$, framed: what a query asks for",
+        "$A_1$   (framed: the pair a query asks for)",
         "$A_2$",
-        f"$A_1 - \\lambda A_2$,  $\\lambda$ = {lam:.2f}",
+        f"$A_1 - \\lambda A_2$   ($\\lambda$ = {lam:.2f}; red above 0, blue below)",
     ]
     limit = maps.abs().max().item()
-    N = maps.shape[-1]
     for i, (A, title) in enumerate(zip(maps, titles)):
         ax = figure.add_subplot(grid[2 * i : 2 * i + 2, 0])
         ax.imshow(A.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
@@ -711,20 +713,21 @@ def draw_maps(figure, grid, steps, m=8):
             ax.add_patch(Rectangle((q - 0.5, q - 0.5), 1, 1, fill=False, linewidth=1.2))
         ax.axvline(N - m - 0.5, color="black", linewidth=1)
     middles = [QUERIES / 2 - 0.5, (N - m + QUERIES) / 2 - 0.5, N - m / 2 - 0.5]
-    ax.set_xticks(middles, ["asked for", "others", "crowd"])
+    ax.set_xticks(middles, ["asked for", "other pairs", "crowd"])
     ax.tick_params(length=0)
 
 
 def draw_accuracy(ax, df):
     """A line for each arm of SHOWN: accuracy by crowd."""
-    df = df[df["arm"].isin(SHOWN)]
+    sizes = crowds(PICTURE_PAIRS)
     rows = []
     for arm, label in SHOWN.items():
         for _, run in df[df["arm"] == arm].iterrows():
-            for m in crowds(32):
+            for m in sizes:
                 rows.append({"arm": label, "seed": run["seed"], "m": m, "accuracy": run[f"m={m}"]})
     report.line_plot(ax, pd.DataFrame(rows), "m", "accuracy", by="arm", seed="seed")
-    ax.set(title="After training: accuracy", xlabel="pairs in the crowd, of 32", xticks=crowds(32))
+    ax.set(title="Trained: accuracy (thin: single seeds)", xticks=sizes, ylim=(0, 1.05))
+    ax.set(xlabel=f"pairs in the crowd, of {PICTURE_PAIRS}")
     report.label_ends(ax)
 
 
@@ -737,29 +740,35 @@ def draw_law(ax):
     color = report.STYLE["diff_linear"]["color"]
     ax.plot(lam, alone / (1 - lam), color="#777777")
     ax.plot(doses["lambda"], doses["measured"], "o", markersize=8, color=color)
-    ax.text(0.55, 2.2, "law: $m_0 / (1 - \\lambda)$", color="#777777")
-    ax.set(title="Untrained: the crowd that wins", xlim=(-0.05, 1.05), yscale="log", ylim=(1.5, 60))
+    ax.text(0.3, 25, "line: predicted\n$m_0 / (1 - \\lambda)$", color="#777777", ha="center")
+    ax.set(title="Untrained: it takes so many\nto outvote the right pair", ylabel="pairs in the crowd")
+    ax.set(xlim=(-0.05, 1.05), yscale="log", ylim=(1.5, 60))
     ax.set_yticks([2, 5, 10, 20, 50], ["2", "5", "10", "20", "50"])
     ax.minorticks_off()
 
 
 def draw_dose(ax, df):
     """Accuracy after training by the lambda that was held, a dot for each seed."""
+    one_map = df.loc[df["arm"] == "linear 2 heads norm", "mean accuracy"]
+    ax.axhline(one_map.mean(), color=report.STYLE["linear"]["color"])
+    ax.text(1.05, one_map.mean() - 0.03, "linear, these heads", ha="right", va="top",
+            color=report.STYLE["linear"]["color"])
     df = df[df["arm"].isin(DOSES)]
     lam = df["arm"].map({name: arm.frozen_lambda for name, arm in DOSES.items()})
     color = report.STYLE["diff_linear"]["color"]
     ax.plot(lam, df["mean accuracy"], "o", markersize=7, alpha=0.6, color=color)
     ax.plot(df["mean accuracy"].groupby(lam).mean(), color=color, linestyle="--")
-    ax.set(title="Trained, $\\lambda$ held: accuracy", xlabel="$\\lambda$", xlim=(-0.05, 1.05))
+    ax.set(title="Trained with $\\lambda$ held: accuracy", xlabel="$\\lambda$")
+    ax.set(xlim=(-0.05, 1.05), ylim=(0, 1.05))
 
 
 def draw_crowd(df, steps):
     """The figure that says it all: three maps, accuracy by crowd, and the dose with its law."""
-    figure, _ = report.new_figure(size=(15, 5.6))
+    figure, _ = report.new_figure(size=(15, 6.2))
     figure.clear()
-    grid = figure.add_gridspec(6, 3, width_ratios=(1.1, 1, 0.7))
-    report.add_title(figure, "Each map gives every pair a share. The difference of two maps takes "
-                             "the common share away, and what is asked for remains")
+    grid = figure.add_gridspec(6, 3, width_ratios=(1.15, 1.05, 0.7))
+    report.add_title(figure, "Each of the two maps gives something to every pair. Their difference "
+                             "takes away what they share, and what is asked for remains")
     draw_maps(figure, grid, steps)
     draw_law(figure.add_subplot(grid[:3, 2]))
     draw_dose(figure.add_subplot(grid[3:, 2]), df)
@@ -773,12 +782,12 @@ def predicted_border(N):
 
 
 def draw_phase(df):
-    """Two maps of accuracy, length by sharpness, with the border that was predicted for one map."""
-    figure, axes = report.new_figure(columns=2, size=(11, 4.8), sharey=True)
+    """Accuracy by length and sharpness, with the border that was predicted for one map."""
+    figure, axes = report.new_figure(columns=3, size=(14, 4.8), sharey=True)
     # without the lengths at which no arm learned anything in so few steps
     best = df.groupby("pairs")["mean accuracy"].max()
     lengths = best.index[best > 0.5].tolist() or best.index.tolist()
-    titles = ["one softmax map", "the difference of two"]
+    titles = ["softmax, 4 heads", "softmax, 2 heads", "diff, 2 heads of two maps"]
     for ax, arm, title in zip(axes, PHASE_ARMS, titles):
         table = df[df["arm"] == arm].pivot_table("mean accuracy", "tau", "pairs")
         table = table.reindex(index=PHASE_TAU, columns=lengths)
@@ -788,15 +797,16 @@ def draw_phase(df):
             if not math.isnan(accuracy):
                 ax.text(j, i, f"{accuracy:.2f}", ha="center", va="center",
                         color="black" if accuracy > 0.6 else "white")
-        border = np.interp([predicted_border(N) for N in lengths], PHASE_TAU, range(len(PHASE_TAU)))
-        (line,) = ax.plot(range(len(lengths)), border, color="#D55E00", linewidth=3)
         ax.set(title=title, xlabel="pairs in the text")
         ax.set_xticks(range(len(lengths)), lengths)
         ax.set_yticks(range(len(PHASE_TAU)), [f"{tau:g}" for tau in PHASE_TAU])
         ax.grid(False)
+    border = np.interp([predicted_border(N) for N in lengths], PHASE_TAU, range(len(PHASE_TAU)))
+    (line,) = axes[0].plot(range(len(lengths)), border, color="#D55E00", linewidth=3)
     axes[0].set_ylabel("largest logit $\\tau$")
     figure.colorbar(image, ax=axes, label="accuracy")
-    figure.legend([line], ["the border of one map, as predicted"], loc="outside lower center")
+    figure.legend([line], ["where 4 heads were predicted to be right in half of their answers"],
+                  loc="outside lower center")
     report.add_title(figure, "If no logit may be above τ, one softmax map needs a larger τ for "
                              "each longer text. The difference of two needs far less")
     return figure
@@ -817,9 +827,9 @@ def publish(runs, args):
             tables[f"{N} pairs: differences"] = differences
     tables["The law, untrained, 64 pairs: the crowd that makes half of the answers wrong"] = doses
     tables["The same for softmax with its largest logit held to tau"] = caps
-    steps = args.steps or 1500
-    short = trained[(trained["pairs"] == 32) & (trained["steps"] == steps)]
-    figure = draw_crowd(short, steps)
+    steps = args.steps or GROUPS["64"].steps
+    shown = trained[(trained["pairs"] == PICTURE_PAIRS) & (trained["steps"] == steps)]
+    figure = draw_crowd(shown, steps)
     report.publish(args.out, "crowd", about, tables, figure, df[df["tau"].isna()])
     capped = final[final["tau"].notna()]
     if len(capped):
