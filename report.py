@@ -82,8 +82,11 @@ def pooled_sd(df, value, by):
     return math.sqrt((distance**2).sum() / dof), dof
 
 
-def half_width(sd, dof, *counts):
-    """Half of a 95 % interval (Student's t) of a mean of n runs, or of the difference of two means.
+def half_width(sd, dof, *counts, level=0.95):
+    """Half of an interval (Student's t) of a mean of n runs, or of the difference of two means.
+
+    Two means are not paired: arms that share a seed share their first weights and their data, and
+    yet pairing them took nothing off the noise.
 
         half_width(0.01, 12, 3)         # of a mean of 3 runs: 2.18 * 0.01 * sqrt(1/3) = 0.0126
         half_width(0.01, 12, 3, 5)      # of a difference: 2.18 * 0.01 * sqrt(1/3 + 1/5) = 0.0159
@@ -93,28 +96,7 @@ def half_width(sd, dof, *counts):
     if dof == 0 or 0 in counts:
         return math.nan
     standard_error = sd * math.sqrt(sum(1 / n for n in counts))
-    return float(stats.t.ppf(0.975, dof) * standard_error)
-
-
-def mean_interval(values, sd, dof):
-    """The 95 % interval of a mean, as MeanError(mean, half of its width).
-
-        mean_interval([1.0, 3.0], sd=1.0, dof=2)    # MeanError(2.0, 3.04)
-    """
-    values = np.asarray(values, dtype=float)
-    return MeanError(float(values.mean()), half_width(sd, dof, len(values)))
-
-
-def difference(a, b, sd, dof):
-    """The 95 % interval of mean(a) - mean(b), as MeanError(difference, half of its width).
-
-    a and b are the runs of two groups, not paired: arms that share a seed share their first weights
-    and their data, and yet pairing them took nothing off the noise. sd and dof are pooled_sd's.
-
-        difference([2.0, 4.0], [1.0, 3.0], sd=1.0, dof=2)   # MeanError(1.0, 4.30)
-    """
-    mean = float(np.mean(a) - np.mean(b))
-    return MeanError(mean, half_width(sd, dof, len(a), len(b)))
+    return float(stats.t.ppf((1 + level) / 2, dof) * standard_error)
 
 
 class Noise:
@@ -140,7 +122,7 @@ class Noise:
 
         Rows of two pools get Welch's interval. The variance of their difference is
         s_a^2 / n_a + s_b^2 / n_b, and the degrees of freedom are Satterthwaite's. What is returned
-        is the one standard deviation of a run with which difference() comes to that variance.
+        is the one standard deviation of a run with which half_width() comes to that variance.
         """
         parts = {}  # what each pool adds to the variance of the difference
         for group in groups:
@@ -164,16 +146,19 @@ class Noise:
     def mean(self, row):
         """The mean loss of a row with its 95 % interval, or None if no run has a loss."""
         a = self.losses(row)
-        return None if a.empty else mean_interval(a["loss"], *self.of(a))
+        if a.empty:
+            return None
+        return MeanError(float(a["loss"].mean()), half_width(*self.of(a), len(a)))
 
-    def difference(self, row, base):
-        """The mean loss of a row less that of the row `base`, with its 95 % interval. It is None if
-        one of them has no run with a loss."""
+    def difference(self, row, base, level=0.95):
+        """The mean loss of a row less that of the row `base`, with its interval of that level. It
+        is None if one of them has no run with a loss."""
         a = self.losses(row)
         b = self.losses(base)
         if a.empty or b.empty:
             return None
-        return difference(a["loss"], b["loss"], *self.of(a, b))
+        mean = float(a["loss"].mean() - b["loss"].mean())
+        return MeanError(mean, half_width(*self.of(a, b), len(a), len(b), level=level))
 
     def sentences(self):
         """For each pool, how loud it is and how far apart two means must be. For publish's about.
@@ -189,7 +174,7 @@ class Noise:
                 n = int(runs.groupby("row")["loss"].count().max())
                 text = (
                     f"the sd of a run is {sd:.4f} ({dof} degrees of freedom), so two means of {n} "
-                    f"runs must differ by {half_width(sd, dof, n, n):.3f} to be told apart"
+                    f"runs must differ by {half_width(sd, dof, n, n):.3f} to be told apart at 95 %"
                 )
             said[f"noise of {pool}"] = text
         return said
@@ -462,16 +447,13 @@ def dot_plot(ax, df, value, row, condition=None, pool=None):
         dot_plot(ax, runs, "loss", row="arm", condition="decay", pool="pool")
     """
     df = df.dropna(subset=[value])
-    # without these columns all runs have the same value in them
-    if condition is None:
+    if condition is None:  # then it is the same for all runs
         df = df.assign(condition="")
         condition = "condition"
-    if pool is None:
-        df = df.assign(pool="all groups")
-        pool = "pool"
-    pools = {}  # {pool: (standard deviation, degrees of freedom)}
-    for name, runs in df.groupby(pool):
-        pools[name] = pooled_sd(runs, value, [row, condition])
+    # here both columns together say which runs are averaged
+    groups = df[row] + ", " + df[condition]
+    pools = "all groups" if pool is None else df[pool]
+    noise = Noise(df.assign(row=groups, loss=df[value], pool=pools))
     rows = list(df[row].unique())
     levels = list(df[condition].unique())
     look = styles(rows)
@@ -480,7 +462,7 @@ def dot_plot(ax, df, value, row, condition=None, pool=None):
         above = -0.17 if hollow else 0.17  # upwards is negative: the first row is on top
         height = rows.index(label) + (above if len(levels) == 2 else 0)
         color = look[label]["color"]
-        mean, error = mean_interval(runs[value], *pools[runs[pool].iloc[0]])
+        mean, error = noise.mean(f"{label}, {level}")
         ax.scatter(runs[value], [height] * len(runs), s=36, linewidths=1.2, edgecolors=color,
                    facecolors="white" if hollow else color, alpha=0.6)
         ax.errorbar(mean, height, xerr=error, color=color, linewidth=2, capsize=4, zorder=3)

@@ -69,12 +69,12 @@ def test_without_two_seeds_there_is_no_interval():
 
 def test_intervals_by_hand():
     # of a mean: t sd / sqrt(n)
-    assert report.mean_interval([1, 2, 4, 5], sd=2.0, dof=3) == pytest.approx((3.0, T_3), abs=1e-4)
+    assert report.half_width(2.0, 3, 4) == pytest.approx(T_3, abs=1e-4)
     # of a difference: t sd sqrt(1/n + 1/m)
-    found = report.difference([2.0, 4.0], [1.0, 3.0], sd=1.0, dof=2)
-    assert found == pytest.approx((1.0, T_2), abs=1e-4)
-    found = report.difference([7.0], [1.0, 2.0, 3.0], sd=1.0, dof=3)
-    assert found == pytest.approx((5.0, T_3 * math.sqrt(4 / 3)), abs=1e-4)
+    assert report.half_width(1.0, 2, 2, 2) == pytest.approx(T_2, abs=1e-4)
+    assert report.half_width(1.0, 3, 1, 3) == pytest.approx(T_3 * math.sqrt(4 / 3), abs=1e-4)
+    # the same table says 9.9248 for 99 % and 2 degrees of freedom
+    assert report.half_width(1.0, 2, 1, level=0.99) == pytest.approx(9.9248, abs=1e-4)
 
 
 def test_means_and_differences_have_the_pooled_error():
@@ -100,7 +100,7 @@ def test_a_difference_of_two_pools_is_welchs():
     mean, half = noise.difference("loud", "quiet")
     assert (mean - half, mean + half) == pytest.approx((interval.low, interval.high))
     # a mean has the error of its own pool
-    error = report.mean_interval(quiet, quiet.std(ddof=1), 5).error
+    error = report.half_width(quiet.std(ddof=1), 5, 6)
     assert noise.mean("quiet").error == pytest.approx(error)
 
 
