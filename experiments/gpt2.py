@@ -53,7 +53,6 @@ the end of the run. All arms have the preset's peak rate (or --lr) and seed 1 (o
 import math
 
 import pandas as pd
-from scipy import stats
 
 import report
 import train
@@ -113,25 +112,20 @@ def verdict(low, high):
     return "undecided"
 
 
-def compare(runs):
-    """The comparisons on which the plan decides.
+def compare(runs, pairs=PRIMARY, level=LEVEL):
+    """A data frame with a row for each pair of arms that are both there.
 
-    A data frame with a row for each of PRIMARY whose two arms are there. Its columns are arm, base,
-    difference (a MeanError whose error is half of the interval) and verdict.
+    Its columns are arm, base, difference (a MeanError whose error is half of the interval) and
+    verdict.
     """
-    sd, dof = report.pooled_sd(runs, "loss", ["row"])
-    losses = dict(list(runs.groupby("row")["loss"]))
+    noise = report.Noise(runs)
     found = []
-    for arm, base in PRIMARY:
-        if arm not in losses or base not in losses:
-            continue
-        mean = losses[arm].mean() - losses[base].mean()
-        # arms that share a seed are not paired: that takes nothing off the noise
-        error = sd * math.sqrt(1 / len(losses[arm]) + 1 / len(losses[base]))
-        half = stats.t.ppf((1 + LEVEL) / 2, dof) * error
-        comparison = {"arm": arm, "base": base, "difference": report.MeanError(mean, half)}
-        comparison["verdict"] = verdict(mean - half, mean + half)
-        found.append(comparison)
+    for arm, base in pairs:
+        difference = noise.difference(arm, base, level)
+        if difference is not None:
+            mean, half = difference
+            says = verdict(mean - half, mean + half)
+            found.append(dict(arm=arm, base=base, difference=difference, verdict=says))
     return pd.DataFrame(found, columns=["arm", "base", "difference", "verdict"])
 
 
@@ -144,10 +138,10 @@ def runs_of(row, args):
     return runs[runs["row"] == row]
 
 
-def more_seeds(args):
-    """The two seeds that an undecided comparison gets."""
+def seeds_if_undecided(args):
+    """The seeds of both arms of an undecided comparison: two more than at first."""
     last = max([*args.seed, *args.choose_on])
-    return [last + 1, last + 2]
+    return [*args.seed, last + 1, last + 2]
 
 
 def compared_rate(mine, args):
@@ -162,7 +156,7 @@ def compared_rate(mine, args):
     losses = choosing.groupby("lr")["loss"].mean().sort_values()
     others = losses[losses < math.inf].index
     # a rate is out if one of the runs that would be compared diverged there
-    later = mine[mine["seed"].isin([*args.seed, *more_seeds(args)])]
+    later = mine[mine["seed"].isin(seeds_if_undecided(args))]
     diverged = set(later["lr"][later["loss"].isna()])
     for rate in [best, *others]:
         if rate not in diverged:
@@ -179,7 +173,7 @@ def compared_runs(rows, args):
     for row in rows:
         mine = runs_of(row, args)
         mine = mine[mine["lr"] == compared_rate(mine, args)]  # None is no run's rate
-        seeds = [*args.seed, *more_seeds(args)]
+        seeds = seeds_if_undecided(args)
         if not set(seeds) <= set(mine["seed"]):
             seeds = args.seed
         if set(seeds) <= set(mine["seed"]):
@@ -212,8 +206,8 @@ def follow_the_plan(rows, flags, args):
     again = {*undecided["arm"], *undecided["base"]}
     if again:
         print(f"\nundecided, so these get two more seeds: {', '.join(sorted(again))}", flush=True)
-    seeds = [*args.seed, *more_seeds(args)]
-    train_compared_seeds({row: rows[row] for row in rows if row in again}, seeds, flags, args)
+    more = {row: own for row, own in rows.items() if row in again}
+    train_compared_seeds(more, seeds_if_undecided(args), flags, args)
 
 
 # -----------------------------------------------------------------------------
@@ -305,80 +299,44 @@ def per_byte(found, size):
 
 def arms_table(rows, compared, every_run, size, args):
     """A row for each arm: its flags, its rate, and its loss over the seeds that are compared."""
-    sd, dof = report.pooled_sd(compared, "loss", ["row"])
+    noise = report.Noise(compared)
     table = []
-    for row, mine in every_run.groupby("row", sort=False):
-        diverged = int(mine["loss"].isna().sum())
+    for row, own in rows.items():
+        mine = every_run[every_run["row"] == row]
+        if mine.empty:
+            continue
+        found = {"arm": row, "flags": " ".join(own)}
+        found["diverged"] = int(mine["loss"].isna().sum())
+        table.append(found)
         group = compared[compared["row"] == row]
         if group.empty:  # it is not that far, or a run diverged
-            table.append({"arm": row, "flags": " ".join(rows[row]), "diverged": diverged})
             continue
         tried = mine["lr"][mine["seed"].isin(args.choose_on)]
         rate = group["lr"].iloc[0]
         at_edge = tried.nunique() > 1 and rate in (tried.min(), tried.max())
-        speed = group["tok_per_s"].median()
-        tokens = int(group["tokens"].iloc[0])
-        loss = report.mean_interval(group["loss"], sd, dof)
-        table.append({
-            "arm": row,
-            "flags": " ".join(rows[row]),
-            "parameters": int(group["parameters"].iloc[0]),
-            "rate": f"{rate:g}" + (", at the edge of those tried" if at_edge else ""),
-            "seeds": ", ".join(map(str, sorted(group["seed"]))),
-            "diverged": diverged,
-            "tokens": tokens,
-            "tok/s": speed,
-            "minutes": tokens / speed / 60,
-            "nats per token": loss,
-            "nats per byte": per_byte(loss, size),
-        })
-    table.sort(key=lambda cells: list(rows).index(cells["arm"]))
+        found["parameters"] = int(group["parameters"].iloc[0])
+        found["rate"] = f"{rate:g}" + (", at the edge of those tried" if at_edge else "")
+        found["seeds"] = ", ".join(map(str, sorted(group["seed"])))
+        found["tokens"] = int(group["tokens"].iloc[0])
+        found["tok/s"] = group["tok_per_s"].median()
+        found["minutes"] = found["tokens"] / found["tok/s"] / 60
+        found["nats per token"] = noise.mean(row)
+        found["nats per byte"] = per_byte(noise.mean(row), size)
     return pd.DataFrame(table)
 
 
-def comparisons_tables(compared, size):
-    """The primary comparisons with their verdicts, and the secondary ones without."""
-    found = compare(compared)
-    sd, dof = report.pooled_sd(compared, "loss", ["row"])
-    primary = pd.DataFrame({
+def comparisons_table(found, size):
+    """What compare() found, as it is published."""
+    return pd.DataFrame({
         "comparison": found["arm"] + " − " + found["base"],
         "nats per token": found["difference"],
         "nats per byte": [per_byte(difference, size) for difference in found["difference"]],
         "verdict": found["verdict"],
     })
-    losses = dict(list(compared.groupby("row")["loss"]))
-    secondary = []
-    for arm, base in SECONDARY:
-        if arm in losses and base in losses:
-            difference = report.difference(losses[arm], losses[base], sd, dof)
-            secondary.append({"comparison": f"{arm} − {base}", "nats per token": difference,
-                              "nats per byte": per_byte(difference, size)})
-    return primary, pd.DataFrame(secondary)
 
 
-def conditions(compared, size, args):
-    about = grid.conditions(compared)
-    about["bytes per token of val"] = f"{size:.4f}"
-    sd, dof = report.pooled_sd(compared, "loss", ["row"])
-    if dof:
-        about["sd of a run"] = f"{sd:.4f} nats per token ({dof} df)"
-        about["±"] = "half of the 95 % interval, or of the one that the caption names"
-    if args.rates and len(args.rates) > 1:
-        about["seeds that chose the rates"] = ", ".join(map(str, args.choose_on))
-    return about
-
-
-def publish_plan(rows, compared, every_run, size, args):
-    primary, secondary = comparisons_tables(compared, size)
-    tables = {
-        f"Primary comparisons: the first less the second, {LEVEL:.1%} each": primary,
-        "Secondary comparison, 95 %, without a verdict": secondary,
-        "Final val loss": arms_table(rows, compared, every_run, size, args),
-        "Val loss by rate, mean over the seeds that chose": grid.rates_table(
-            every_run, rows, args.choose_on),
-    }
-    # where only some of the arms were trained, there may be nothing to compare
-    tables = {caption: table for caption, table in tables.items() if len(table)}
+def draw_plan(compared, primary):
+    """The losses of the arms, and beside them the primary comparisons."""
     figure, (left, right) = report.new_figure(columns=2, size=(16, 5.5))
     report.dot_plot(left, compared, "loss", row="row")
     left.set(xlabel="val loss, nats per token")
@@ -389,19 +347,7 @@ def publish_plan(rows, compared, every_run, size, args):
     right.set(xlabel="difference, nats per token\nleft: the first is better; grey: does not matter")
     title = "Is a difference of two maps better than one? Where its interval is left of the grey"
     report.add_title(figure, title)
-    about = conditions(compared, size, args)
-    report.publish(args.out, "gpt2", about, tables, figure, every_run)
-
-
-def publish_minutes(rows, compared, every_run, size, args):
-    title = f"Every arm has trained for {args.minutes:g} minutes"
-    tables = {title: arms_table(rows, compared, every_run, size, args)}
-    figure, (ax,) = report.new_figure(size=(9, 5.5))
-    report.dot_plot(ax, compared, "loss", row="row")
-    ax.set(xlabel="val loss, nats per token")
-    report.add_title(figure, title)
-    about = conditions(compared, size, args)
-    report.publish(args.out, "gpt2_minutes", about, tables, figure, every_run)
+    return figure
 
 
 def publish(rows, size, args):
@@ -416,8 +362,35 @@ def publish(rows, size, args):
     compared = grid.without_diverged(compared)
     if compared.empty:
         raise ValueError(f"no arm below {args.out} is far enough to be published")
-    show = publish_minutes if args.minutes else publish_plan
-    show(rows, compared, every_run, size, args)
+
+    about = grid.conditions(compared) | report.Noise(compared).sentences()
+    about["bytes per token of val"] = f"{size:.4f}"
+    about["±"] = "half of the 95 % interval, or of the one that the caption names"
+    arms = arms_table(rows, compared, every_run, size, args)
+    if args.minutes:
+        title = f"Every arm has trained for {args.minutes:g} minutes"
+        figure, (ax,) = report.new_figure(size=(9, 5.5))
+        report.dot_plot(ax, compared, "loss", row="row")
+        ax.set(xlabel="val loss, nats per token")
+        report.add_title(figure, title)
+        report.publish(args.out, "gpt2_minutes", about, {title: arms}, figure, every_run)
+        return
+
+    if len(args.rates) > 1:
+        about["seeds that chose the rates"] = ", ".join(map(str, args.choose_on))
+    primary = comparisons_table(compare(compared), size)
+    secondary = comparisons_table(compare(compared, SECONDARY, level=0.95), size)
+    tables = {
+        f"Primary comparisons: the first less the second, {LEVEL:.1%} each": primary,
+        "Secondary comparison, 95 %, without a verdict": secondary.drop(columns="verdict"),
+        "Final val loss": arms,
+        "Val loss by rate, mean over the seeds that chose": grid.rates_table(
+            every_run, rows, args.choose_on),
+    }
+    # where only some of the arms were trained, there may be nothing to compare
+    tables = {caption: table for caption, table in tables.items() if len(table)}
+    figure = draw_plan(compared, primary)
+    report.publish(args.out, "gpt2", about, tables, figure, every_run)
 
 
 def read_arguments(argv):
