@@ -411,6 +411,7 @@ def read_arguments(argv):
 
 def main(argv=None):
     args, flags = read_arguments(argv)
+    grid.refuse_shared_seeds(args.seed, args.rates, args.choose_on)
     report.check_can_publish(args.out)
     register()
     questions = arms(flags)

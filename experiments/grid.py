@@ -53,8 +53,7 @@ def run_grid(rows, seeds, flags, out, rates=None, choose_on=()):
     itself, and Stopped after Ctrl-C.
     """
     refuse_flags_of_rows(rows, flags, rates)
-    if rates and len(rates) > 1 and (not choose_on or set(choose_on) & set(seeds)):
-        raise ValueError("--choose_on needs other seeds than --seed: those are not reported")
+    refuse_shared_seeds(seeds, rates, choose_on)
     while True:
         # look again before each run: another process may have finished some of them
         runs = read_runs(out)
@@ -97,6 +96,15 @@ def refuse_flags_of_rows(rows, flags, rates=None):
     for own in rows.values():  # any other flag that is wrong is found here as well
         if len(train.parse([*flags, *own])) > 1:
             raise ValueError("the rows of an experiment share one rate: give --lr a single value")
+
+
+def refuse_shared_seeds(seeds, rates, choose_on):
+    """ValueError if a loss that chooses a rate would also be reported."""
+    shared = set(seeds) & set(choose_on)
+    if shared and rates and len(rates) > 1:
+        which = ", ".join(map(str, sorted(shared)))
+        raise ValueError(f"--seed and --choose_on share {which}. A loss that was chosen for being "
+                         "small is not reported: give --choose_on other seeds")
 
 
 def refuse_other_settings(rows, flags, runs, rates=None):

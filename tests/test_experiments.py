@@ -185,7 +185,7 @@ def test_a_list_of_rates_is_refused(trained):
 
 def test_seeds_that_chose_a_rate_are_not_reported(trained):
     job = ROWS, [2, 3], [], Path("out"), [1e-3, 2e-3], [1, 2]
-    assert_value_error("--choose_on", grid.run_grid, *job)
+    assert_value_error("--seed and --choose_on share 2", grid.run_grid, *job)
     assert trained == []
 
 

@@ -1,6 +1,7 @@
 """experiments/gpt2.py: its arms, its statistics by hand-made numbers, and the whole at toy size."""
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -79,6 +80,12 @@ def test_a_flag_that_the_arms_set_is_refused(flag):
     name = flag.split("=")[0].replace("no-", "")
     command = [*SMALL, "--only=Q1", flag]
     assert_value_error(f"{name} belongs to the experiment", gpt2.main, command)
+
+
+def test_a_seed_that_chooses_a_rate_is_refused_before_anything_is_trained():
+    command = [*SMALL, "--seed=1,2", "--choose_on=3,1"]
+    assert_value_error("--seed and --choose_on share 1", gpt2.main, command)
+    assert not Path("out").exists()
 
 
 # statistics, with numbers that were computed by hand
