@@ -30,7 +30,43 @@ from model import ATTENTION, GPT, KERNELS, GPTConfig, Softmax
 from model import next_token, open_device, pick_kernel, round_to_bf16
 from report import MeanError
 
-# loss
+# what a result is quoted with. Where its runs differ, all values are there
+CONDITIONS = ["device_name", "torch", "dtype", "data", "steps", "total_batch", "date"]
+SETTINGS = list(dict.fromkeys([*train.IDENTITY, "parameters", *CONDITIONS]))
+DESCRIPTION = [*SETTINGS, "status", "tokens", "loss", "tok_per_s"]
+
+
+# runs, also those of experiments/
+
+
+def describe_run(head, records):
+    """A run of train.py as a row, from its log: DESCRIPTION.
+
+    status: "finished", "diverged: ..." or "stopped at step ...". loss: the final val loss, NaN
+    where a run has not finished. tok_per_s: the median.
+    """
+    last = records[-1] if records else dict(step=0)
+    row = {name: head.get(name) for name in SETTINGS}
+    row["status"] = f"stopped at step {last['step']:,} of {head['steps']:,}"
+    row["tokens"] = last.get("tokens")
+    row["loss"] = math.nan
+    speeds = [record["tok_per_s"] for record in records if record.get("tok_per_s")]
+    row["tok_per_s"] = float(np.median(speeds)) if speeds else math.nan
+    if last["step"] == head["steps"] and "val_loss" in last:
+        row["status"] = "finished"
+        row["loss"] = last["val_loss"]
+    elif "not_finite" in last:
+        row["status"] = f"diverged: {last['not_finite']}"
+    return row
+
+
+def conditions(runs):
+    """What the runs were made with, for publish's about."""
+    return {name: ", ".join(map(str, runs[name].unique())) for name in CONDITIONS}
+
+
+def unit(runs):
+    return "nats per byte" if set(runs["tokenizer"]) == {"bytes"} else "nats per token"
 
 
 def arm_names(runs):
@@ -46,25 +82,11 @@ def arm_names(runs):
     return [" ".join(name) for name in names]
 
 
-def describe_run(folder, head, records):
-    """A row: what the run is, its status, its final val loss (NaN if unfinished), its speed."""
-    last = records[-1] if records else dict(step=0)
-    row = {name: head.get(name) for name in train.IDENTITY}
-    row["run"] = str(folder)
-    row["tokens"] = last.get("tokens")
-    row["tok/s"] = np.median([r["tok_per_s"] for r in records if r.get("tok_per_s")] or [math.nan])
-    if last["step"] == head["steps"] and "val_loss" in last:
-        row["status"] = "finished"
-        row["val loss"] = last["val_loss"]
-    else:
-        stopped = f"stopped at step {last['step']:,} of {head['steps']:,}"
-        row["status"] = last.get("not_finite", stopped)
-        row["val loss"] = math.nan
-    return row
+# loss
 
 
 def read_runs(folders):
-    """The runs below the folders, as three data frames, and the heads of their logs.
+    """The runs below the folders, as three data frames.
 
     runs: a row for each run. The column `arm` is its name without the seed. evals: a row for each
     evaluation. others: a row for each folder that is left out, and the reason: its log is broken,
@@ -72,7 +94,6 @@ def read_runs(folders):
     """
     rows = []
     evals = []
-    heads = []
     others = []
     for log in sorted({log for folder in folders for log in folder.rglob("log.jsonl")}):
         try:
@@ -81,8 +102,7 @@ def read_runs(folders):
             others.append(dict(run=str(log.parent), status=str(e)))
             continue
         head = asdict(GPTConfig()) | head  # an old log lacks the fields that came later
-        heads.append(head)
-        rows.append(describe_run(log.parent, head, records))
+        rows.append(describe_run(head, records) | dict(run=str(log.parent)))
         for record in records:
             if "val_loss" in record:
                 known = {name: record.get(name) for name in ("step", "tokens", "val_loss")}
@@ -95,7 +115,7 @@ def read_runs(folders):
     runs = pd.DataFrame(rows).assign(arm=arm_names(rows))
     runs["but for the rate"] = arm_names([row | dict(lr=None) for row in rows])
     # of two folders with the same run the finished one counts
-    runs = runs.sort_values("val loss", key=pd.Series.isna, kind="stable")
+    runs = runs.sort_values("loss", key=pd.Series.isna, kind="stable")
     again = runs.duplicated(["arm", "seed"])
     runs.loc[again, "status"] = "another folder has the same run"
     others += runs.loc[runs["status"] != "finished", ["run", "status"]].to_dict("records")
@@ -103,7 +123,7 @@ def read_runs(folders):
     runs = runs[~again].sort_values(["arm", "seed"])
     runs = runs.sort_values("attn", key=lambda attn: attn.map(order), kind="stable")
     evals = pd.DataFrame(evals, columns=["run", "seed", "step", "tokens", "val_loss"])
-    return runs, evals, pd.DataFrame(others), heads
+    return runs, evals, pd.DataFrame(others)
 
 
 def softmax_beside(runs, but_for=()):
@@ -123,13 +143,13 @@ def softmax_beside(runs, but_for=()):
 def summarize(runs, beside):
     """A table with a row for each arm, and the sentences of the noise behind its intervals.
     beside: {arm: the arm that it is compared to}."""
-    noise = report.Noise(runs.assign(row=runs["arm"], loss=runs["val loss"], pool="all arms"))
+    noise = report.Noise(runs.assign(row=runs["arm"], pool="all arms"))
     table = []
     for arm, group in runs.groupby("arm", sort=False):
-        found = {"arm": arm, "n": int(group["val loss"].count()), "val loss": noise.mean(arm)}
+        found = {"arm": arm, "n": int(group["loss"].count()), "val loss": noise.mean(arm)}
         found["− softmax"] = noise.difference(arm, beside[arm]) if arm in beside else None
         found["tokens"] = group["tokens"].max()
-        found["tok/s"] = group["tok/s"].median()
+        found["tok/s"] = group["tok_per_s"].median()
         table.append(found)
     return pd.DataFrame(table), noise.sentences()
 
@@ -137,7 +157,7 @@ def summarize(runs, beside):
 def at_best_rates(runs):
     """The runs of each arm at the rate with its lowest mean loss, and {arm: that rate in words}.
     Their arms are named without the rate."""
-    losses = runs.groupby(["but for the rate", "lr"])["val loss"]
+    losses = runs.groupby(["but for the rate", "lr"])["loss"]
     rates = losses.agg(["count", "mean"]).reset_index()
     # most seeds first: one that is missing may have been the bad one
     rates = rates.sort_values(["count", "mean"], ascending=[False, True])
@@ -194,7 +214,7 @@ def loss_figure(runs, curves, title, unit):
     report.short_numbers(above.xaxis)
     report.label_ends(above)
 
-    report.dot_plot(below, runs, "val loss", row="arm")
+    report.dot_plot(below, runs, "loss", row="arm")
     below.set(xlabel=f"final val loss, {unit}: left is better")
     report.add_title(figure, title)
     return figure
@@ -209,16 +229,10 @@ def loss(args):
     Where there are several rates, a second table has each arm at its own best. The figure leaves
     out the fall of the first tenth, which is alike for all.
     """
-    runs, evals, others, heads = read_runs(args.runs)
-    per_byte = all(head.get("tokenizer") == "bytes" for head in heads)
-    unit = "nats per byte" if per_byte else "nats per token"
-    about = {}
-    for name in ("device_name", "torch", "dtype", "data", "steps", "date"):
-        about[name] = ", ".join(dict.fromkeys(str(head.get(name)) for head in heads))
-
+    runs, evals, others = read_runs(args.runs)
     table, noise = summarize(runs, softmax_beside(runs))
-    about |= noise
-    tables = {f"Final val loss, {unit}: mean of n runs, ± half of a 95 % interval": table}
+    about = conditions(runs) | noise
+    tables = {f"Final val loss, {unit(runs)}: mean of n runs, ± half of a 95 % interval": table}
     shown = runs
     if runs["lr"].nunique() > 1:  # one rate for all may suit one arm only
         shown, rates = at_best_rates(runs)
@@ -230,7 +244,8 @@ def loss(args):
         tables["Runs that are left out"] = others
     # from the first step on: there is no 0 on a logarithmic axis
     curves = evals[evals["step"] > 0].merge(shown[["run", "arm"]])
-    figure = loss_figure(shown, curves, loss_finding(table), unit)
+    figure = loss_figure(shown, curves, loss_finding(table), unit(runs))
+    runs = runs.rename(columns={"loss": "val loss", "tok_per_s": "tok/s"})
     report.publish(args.out, "loss", about, tables, figure, runs)
 
 

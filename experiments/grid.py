@@ -23,19 +23,17 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pandas as pd
 
 import data
 import report
 import train
+from bench import DESCRIPTION, conditions, describe_run
+from bench import unit  # for the experiments, which label their losses with it
 from flags import comma_list, int_from_0, positive_number
 
 MOST_EXTENSIONS = 3  # how often the range of rates grows, if the best one is at its edge
 BELONG_TO_THE_GRID = {"attn", "seed", "out", "restart"}
-# what a run's row in the data frame says of it, besides its loss
-KEPT = ["attn", "n_head", "n_embd", "decay", "parameters", "tokenizer", "data", "data_sha256"]
-KEPT += ["total_batch", "device_name", "dtype", "torch", "date"]
 STOP = []  # not empty after Ctrl-C
 
 
@@ -249,23 +247,10 @@ def read_runs(out):
             head, records = train.read_log(folder / "log.jsonl")
         except (ValueError, OSError):
             continue  # it has only just begun
-        last = records[-1] if records else {}  # a log of a head alone has just begun
-        finished = last.get("step") == head["steps"] and "val_loss" in last
-        if not finished and "not_finite" not in last:
-            continue  # it was stopped
-        speeds = [record["tok_per_s"] for record in records if record.get("tok_per_s")]
-        run = dict(row=row, seed=head["seed"], lr=head["lr"])
-        run["loss"] = last["val_loss"] if finished else math.nan
-        run["status"] = "finished" if finished else "diverged"
-        run["steps"] = head["steps"]
-        run["tokens"] = last.get("tokens")
-        run["tok_per_s"] = float(np.median(speeds)) if speeds else math.nan
-        run |= {name: head.get(name) for name in KEPT}
-        run["folder"] = str(folder)
-        run["head"] = head
-        rows.append(run)
-    columns = ["row", "seed", "lr", "loss", "status", "steps", "tokens", "tok_per_s"]
-    return pd.DataFrame(rows, columns=[*columns, *KEPT, "folder", "head"])
+        run = describe_run(head, records)
+        if not run["status"].startswith("stopped"):
+            rows.append(dict(row=row, folder=str(folder), head=head) | run)
+    return pd.DataFrame(rows, columns=["row", *DESCRIPTION, "folder", "head"])
 
 
 class Result(NamedTuple):
@@ -275,12 +260,6 @@ class Result(NamedTuple):
     every_run: object  # a data frame: also those that chose the rates
     about: dict  # the conditions
     rates: dict  # caption and table of the loss by rate, if several were tried
-
-
-def conditions(runs):
-    """What the runs were made with. Where they differ, all values are there."""
-    names = ["device_name", "torch", "dtype", "data", "steps", "total_batch", "date"]
-    return {name: ", ".join(map(str, runs[name].unique())) for name in names}
 
 
 def collect(rows, args):
@@ -299,10 +278,6 @@ def collect(rows, args):
         table = rates_table(every_run, rows, args.choose_on)
         rates[f"Val loss by rate, mean over the seeds {choosing_seeds} that chose it"] = table
     return Result(runs, every_run, about, rates)
-
-
-def unit(runs):
-    return "nats per byte" if set(runs["tokenizer"]) == {"bytes"} else "nats per token"
 
 
 def without_diverged(runs):

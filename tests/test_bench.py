@@ -385,7 +385,7 @@ def test_the_axes_of_the_curves_show_what_differs():
     """The runs fall by 1 and end 0.01 apart: on an axis with the whole fall that is a hair."""
     fake_run("a", "softmax", 1, 2.0)
     fake_run("b", "diff", 1, 2.01)
-    runs, evals, _, _ = bench.read_runs([Path()])
+    runs, evals, _ = bench.read_runs([Path()])
     curves = evals.merge(runs[["run", "arm"]])
     figure = bench.loss_figure(runs, curves, "A title", "nats per token")
     low, high = figure.axes[0].get_ylim()

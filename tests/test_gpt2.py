@@ -325,7 +325,7 @@ def test_the_whole_plan_stopped_and_gone_on(tmp_path, monkeypatch, capsys):
     assert len(runs) == 20
     for row, mine in runs.groupby("row"):
         assert sorted(mine["lr"][mine["seed"] == 1]) == rates
-        assert mine["status"][mine["lr"] == 1e30].tolist() == ["diverged"]
+        assert mine["status"][mine["lr"] == 1e30].item().startswith("diverged: ")
         assert mine["lr"][mine["seed"] > 1].tolist() == [2e-2, 2e-2]
     primary, secondary, arms, by_rate = result["tables"].values()
     assert [row["verdict"] for row in primary] == ["no gain that matters"] * 2
