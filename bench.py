@@ -264,8 +264,7 @@ def set_up(args):
         args.dtype = "bfloat16" if cuda else "float32"
     if args.compile is None:
         args.compile = cuda
-    bf16 = args.dtype == "bfloat16"
-    args.autocast = torch.autocast(args.device.type, torch.bfloat16, enabled=bf16)
+    args.autocast = train.autocast(args)
     torch.set_float32_matmul_precision("high")  # as in train.py
     # this one process compiles many sizes of the same few functions, and 8 are the limit
     torch._dynamo.config.recompile_limit = 1000
@@ -597,15 +596,15 @@ def kernel_name(text):
     return text
 
 
-def add_verb(verbs, function):
+def add_verb(verbs, function, out="out/bench"):
     """The parser of a verb, with the flag that all verbs have. Its help is the docstring."""
-    name = function.__name__
     text = inspect.getdoc(function)
-    usage = f"bench.py {name} [--flag=value ...]    (--help lists the flags)"
-    p = verbs.add_parser(name, usage=usage, help=text.splitlines()[0], description=text,
-                         formatter_class=argparse.RawDescriptionHelpFormatter)
+    # short, so that what is wrong with a flag is not lost below a list of all flags
+    usage = "%(prog)s [--flag=value ...]    (--help lists the flags)"
+    p = verbs.add_parser(function.__name__, usage=usage, help=text.splitlines()[0],
+                         description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.set_defaults(verb=function)
-    p.add_argument("--out", type=Path, default="out/bench",
+    p.add_argument("--out", type=Path, default=Path(out),
                    help="folder of the results (%(default)s)")
     return p
 

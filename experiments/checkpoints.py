@@ -14,6 +14,7 @@ import math
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 import report
-from bench import arm_names
+from bench import add_verb, arm_names
 from data import get_tokenizer, load_data
 from flags import comma_list, positive_int
 from model import GPT, Softmax, open_device
@@ -129,16 +130,35 @@ def val_losses(model, text, T=None, losses_of=token_losses):
 def score_hook(model, hook):
     """Inside, the model runs by its maps, with hook(scores) in the place of the scores."""
     layers = [block.attn for block in model.blocks]
-    before = [(layer.flash, layer.score_hook) for layer in layers]
     for layer in layers:
         layer.flash = False
         layer.score_hook = hook
     try:
         yield
     finally:
-        for layer, (flash, old_hook) in zip(layers, before):
-            layer.flash = flash
-            layer.score_hook = old_hook
+        for layer in layers:
+            layer.flash = model.config.flash
+            layer.score_hook = None
+
+
+@contextmanager
+def watched(modules, look):
+    """Inside, look(module, inputs, output) sees what these modules of a model do."""
+    handles = [module.register_forward_hook(look) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def run_over(model, text):
+    """Runs the model over val's first sequences, for those who watch it. Returns their tokens."""
+    tokens_seen = 0
+    for tokens in val_batches(text):
+        model(tokens[:, :-1])
+        tokens_seen += tokens[:, 1:].numel()
+    return tokens_seen
 
 
 # results
@@ -214,14 +234,13 @@ def find_hits(text, frequent, n, base):
     return np.pad(hits, ((0, 0), (n - 2, 0)))
 
 
-def slices(args):
+def slices(args, checkpoints):
     """Val loss of what the context held before, and of the rest (Table 6).
 
     The slices are those of Zoology, arXiv 2312.04927. An AR-hit ends an n-gram which its context
     holds already, so that it could be looked up there, and which is not one of the most frequent in
     the training data, those that make up half of it. n = 2 for gpt2 tokens and 5 for bytes.
     """
-    checkpoints = open_checkpoints(args)
     text = open_text(args, checkpoints)
     enc = checkpoints[0].enc
     n = 2 if enc.name == "gpt2" else 5
@@ -277,14 +296,13 @@ def position_ends(length, block):
     return sorted(ends)
 
 
-def position(args):
+def position(args, checkpoints):
     """Mean loss by position in the text, up to and beyond the trained block (Figure 4).
 
     Every arm sees its whole context. The softmax arms are shown once more as sample.py runs them
     ("window"): their cache begins anew from its last half whenever it is full. Each position has
     other targets. To compare contexts on the same targets, see the measurement `context`.
     """
-    checkpoints = open_checkpoints(args)
     text = open_text(args, checkpoints)
     length = args.length or 4 * text.block
     if text.val.sequences(length) == 0:
@@ -351,14 +369,13 @@ def cut_losses(model, windows):
     return torch.cat(parts)
 
 
-def context(args):
+def context(args, checkpoints):
     """How much of the loss needs more than a few tokens of context.
 
     The targets are the tokens in the second half of val's first sequences, about --tokens of
     them. Each is predicted from the last 8, 32, ... tokens before it alone, and from all of its
     sequence. The second table is what the cut costs: what needs more context than that.
     """
-    checkpoints = open_checkpoints(args)
     text = open_text(args, checkpoints)
     T = text.block
     first = T // 2  # the context of the first target
@@ -426,7 +443,7 @@ class Extremes:
         return row
 
 
-def outliers(args):
+def outliers(args, checkpoints):
     """The largest scores and activations beside their median (Table 5).
 
     Absolute values over all layers, heads and tokens: of the scores on and below the diagonal,
@@ -434,7 +451,6 @@ def outliers(args):
     before the division in the linear ones: compare within a family only), and of the residual
     stream behind each block. The median is that of a sample.
     """
-    checkpoints = open_checkpoints(args)
     text = open_text(args, checkpoints)
     causal = torch.ones(text.block, text.block, dtype=torch.bool, device=args.device).tril()
     rows = []
@@ -443,22 +459,16 @@ def outliers(args):
         scores = [Extremes() for _ in range(branches)]
         stream = Extremes()
 
-        def look(S, scores=scores):
+        def look(S):
             for number, extremes in enumerate(scores):
                 extremes.add(S[:, number :: len(scores)][..., causal])
             return S
 
-        def look_at_stream(block, inputs, y, stream=stream):
+        def look_at_stream(block, inputs, y):
             stream.add(y)
 
-        handles = [block.register_forward_hook(look_at_stream) for block in model.blocks]
-        tokens_seen = 0
-        with score_hook(model, look):
-            for tokens in val_batches(text):
-                model(tokens[:, :-1])
-                tokens_seen += tokens[:, 1:].numel()
-        for handle in handles:
-            handle.remove()
+        with score_hook(model, look), watched(model.blocks, look_at_stream):
+            tokens_seen = run_over(model, text)
         names = ["scores"] if branches == 1 else ["scores, branch 1", "scores, branch 2"]
         for name, extremes in zip([*names, "residual stream"], [*scores, stream]):
             rows.append(dict(arm=arm, seed=seed, of=name) | extremes.row())
@@ -487,34 +497,26 @@ def draw_outliers(rows):
 
 def stream_norms(model, text):
     """Mean length of a token's vector behind each part of the model, and how many tokens."""
-    sums = {}
-    tokens_seen = 0
-    handles = []  # to take the hooks off again
-    parts = {"embedding": model.wte}
+    names = {model.wte: "embedding"}
     for depth, block in enumerate(model.blocks):
-        parts[f"block {depth}"] = block
-    for name, part in parts.items():
+        names[block] = f"block {depth}"
+    sums = dict.fromkeys(names.values(), 0.0)
 
-        def look(module, inputs, y, name=name):
-            sums[name] = sums.get(name, 0.0) + y.norm(dim=-1).double().sum().item()
+    def look(module, inputs, y):
+        sums[names[module]] += y.norm(dim=-1).double().sum().item()
 
-        handles.append(part.register_forward_hook(look))
-    for tokens in val_batches(text):
-        model(tokens[:, :-1])
-        tokens_seen += tokens[:, 1:].numel()
-    for handle in handles:
-        handle.remove()
-    return {name: sums[name] / tokens_seen for name in parts}, tokens_seen
+    with watched(names, look):
+        tokens_seen = run_over(model, text)
+    return {name: total / tokens_seen for name, total in sums.items()}, tokens_seen
 
 
-def residual(args):
+def residual(args, checkpoints):
     """Length of the residual stream by layer, at the start of training and at the end.
 
     The length ||x|| of a token's vector as the embedding and then each block leave it, the mean
     over val tokens. At the start: the weights drawn anew from the run's seed. Shows what the norm
     on each head's output does at first.
     """
-    checkpoints = open_checkpoints(args)
     text = open_text(args, checkpoints)
     rows = []
     for model, _, arm, seed, run in checkpoints:
@@ -551,14 +553,13 @@ def round_scores(S, bits, dims):
     return (S / step).round() * step
 
 
-def quant(args):
+def quant(args, checkpoints):
     """Val loss with the scores rounded to few bits (Figure 8).
 
     The scores, before the mask and the softmax, are rounded to 2^(bits - 1) - 1 steps either side
     of zero. The largest absolute value is the last step: that of a text and layer, all heads and
     branches together, or with --per=head that of each head.
     """
-    checkpoints = open_checkpoints(args)
     text = open_text(args, checkpoints)
     dims = (1, 2, 3) if args.per == "layer" else (2, 3)
     names = ["8 bits", "6 bits", "4 bits"]
@@ -569,11 +570,7 @@ def quant(args):
             losses = val_losses(model, text)
         row = dict(arm=arm, seed=seed, exact=losses.mean())
         for bits in (8, 6, 4):
-            # bits=bits: a function in a loop would else see the value of the last round
-            def rounded(S, bits=bits):
-                return round_scores(S, bits, dims)
-
-            with score_hook(model, rounded):
+            with score_hook(model, partial(round_scores, bits=bits, dims=dims)):
                 row[f"{bits} bits"] = val_losses(model, text).mean()
         rows.append(row)
         above.append(dict(arm=arm, seed=seed) | {name: row[name] - row["exact"] for name in names})
@@ -610,7 +607,7 @@ def score_story(model, enc, story, block):
     return np.array(scores), len(start) + max(map(len, endings)) > block + 1
 
 
-def hellaswag(args):
+def hellaswag(args, checkpoints):
     """Zero-shot accuracy on HellaSwag, 10,042 unfinished stories with four endings (Section 3.1).
 
     Normalised accuracy: the ending whose tokens have the smallest mean loss, after the context
@@ -619,7 +616,6 @@ def hellaswag(args):
     """
     import datasets
 
-    checkpoints = open_checkpoints(args)
     try:
         stories = datasets.load_dataset(args.source, split="validation")
     except Exception as e:  # no network, no folder, no such split: of many classes
@@ -674,10 +670,8 @@ def attention_maps(model, idx):
         A_2 = A_1 - layer.attention_map(q, k, 1.0, rope)
         found.append({"A_1": A_1, "A_2": A_2, "A_1 − λA_2": A})
 
-    handles = [block.attn.register_forward_hook(look) for block in model.blocks]
-    model(idx)
-    for handle in handles:
-        handle.remove()
+    with watched([block.attn for block in model.blocks], look):
+        model(idx)
     return found
 
 
@@ -693,14 +687,13 @@ def describe_map(A):
     }
 
 
-def maps(args):
+def maps(args, checkpoints):
     """The attention maps of a text, of a difference with both branches (Figure 1).
 
     Row i is how token i mixes the tokens before it. What is subtracted more than it is added is
     negative. The table is of all layers, the figure of one: the mean over the heads, and then the
     heads one by one, at most four.
     """
-    checkpoints = open_checkpoints(args)
     layer = args.layer or min(checkpoint.model.config.n_layer for checkpoint in checkpoints)
     rows = []
     shown = {}
@@ -766,17 +759,13 @@ def draw_maps(shown, words, layer):
 # the command line
 
 
-def add_verb(verbs, run):
-    """A subcommand and the flags that all of them have. Its help is the docstring of `run`."""
-    about = " ".join(run.__doc__.split())
-    p = verbs.add_parser(run.__name__, help=run.__doc__.splitlines()[0], description=about)
-    p.set_defaults(run=run)  # main calls it
+def add_measurement(verbs, measure):
+    """A subcommand and the flags that all of them have."""
+    p = add_verb(verbs, measure, out="out/checkpoints")
     p.add_argument("--ckpt", type=Path, nargs="+", required=True,
                    help="checkpoints, or the folders of runs")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
                    help="cuda, cpu, ... (%(default)s)")
-    p.add_argument("--out", type=Path, default=Path("out/checkpoints"),
-                   help="folder of what is written (%(default)s)")
     return p
 
 
@@ -796,38 +785,38 @@ def make_parser():
     )
     verbs = p.add_subparsers(required=True, metavar="measurement")
 
-    of_slices = add_verb(verbs, slices)
+    of_slices = add_measurement(verbs, slices)
     add_text_flags(of_slices, on_cpu=65_536, on_cuda=4_000_000)
     of_slices.add_argument("--count", type=positive_int, default=50_000_000,
                            help="training tokens whose n-grams are counted (5e7)")
 
-    of_position = add_verb(verbs, position)
+    of_position = add_measurement(verbs, position)
     add_text_flags(of_position, on_cpu=65_536, on_cuda=4_000_000)
     of_position.add_argument("--length", type=positive_int, help="tokens to go up to (four blocks)")
 
-    of_context = add_verb(verbs, context)
+    of_context = add_measurement(verbs, context)
     add_text_flags(of_context, on_cpu=4_096, on_cuda=65_536)
     of_context.add_argument("--contexts", type=comma_list(positive_int), default="8,32,128",
                             help="tokens of context that are left, a comma list (%(default)s)")
 
-    of_outliers = add_verb(verbs, outliers)
+    of_outliers = add_measurement(verbs, outliers)
     add_text_flags(of_outliers, on_cpu=32_768, on_cuda=400_000)
 
-    of_residual = add_verb(verbs, residual)
+    of_residual = add_measurement(verbs, residual)
     add_text_flags(of_residual, on_cpu=32_768, on_cuda=400_000)
 
-    of_quant = add_verb(verbs, quant)
+    of_quant = add_measurement(verbs, quant)
     add_text_flags(of_quant, on_cpu=16_384, on_cuda=1_000_000)
     of_quant.add_argument("--per", choices=["layer", "head"], default="layer",
                           help="what shares one largest value (%(default)s)")
 
-    of_hellaswag = add_verb(verbs, hellaswag)
+    of_hellaswag = add_measurement(verbs, hellaswag)
     of_hellaswag.add_argument("--source", default="Rowan/hellaswag",
                               help="data set on the hub, or a folder (%(default)s)")
     of_hellaswag.add_argument("--limit", type=positive_int, default=10_042,
                               help="stories, from the first on (all %(default)s)")
 
-    of_maps = add_verb(verbs, maps)
+    of_maps = add_measurement(verbs, maps)
     of_maps.add_argument("--text", default="The cat sat on the mat.",
                          help="what the maps are of (%(default)s)")
     of_maps.add_argument("--layer", type=positive_int,
@@ -842,7 +831,7 @@ def main(argv=None):
     if hasattr(args, "tokens_on") and args.tokens is None:
         args.tokens = args.tokens_on["cuda" if args.device.type == "cuda" else "cpu"]
     report.check_can_publish(args.out)
-    args.run(args)
+    args.verb(args, open_checkpoints(args))
 
 
 if __name__ == "__main__":
