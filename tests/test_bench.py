@@ -324,6 +324,15 @@ def test_loss_by_hand():
     assert runs["c2"]["val loss"] is None
 
 
+def test_what_became_of_a_run():
+    cut = dict(step=3, train_loss=2.0, tok_per_s=5.0)
+    nan = dict(step=4, not_finite="train_loss nan")
+    said = [bench.describe_run(dict(steps=9), records) for records in ([], [cut], [cut, nan])]
+    assert [run["status"] for run in said] == [
+        "stopped at step 0 of 9", "stopped at step 3 of 9", "diverged: train_loss nan"]
+    assert [run["tok_per_s"] for run in said[1:]] == [5.0, 5.0]
+
+
 def test_an_arm_is_compared_to_softmax_with_the_same_settings():
     fake_run("a", "softmax", 1, 2.0)
     fake_run("half", "softmax", 1, 9.0, n_head=2)
@@ -591,20 +600,3 @@ def test_what_cannot_be_compared_or_used_is_said():
         bench.main(["loss"])
     with pytest.raises(ValueError, match="the device tpu9"):
         bench.main(["speed", "--device=tpu9"])
-
-
-@pytest.mark.parametrize(
-    "verb, has, lacks",
-    [
-        ("loss", "all runs below them are read", "--repeats"),
-        ("speed", "--batch_size", "--num_samples"),
-        ("decode", "--num_samples", "--batch_size BATCH_SIZE"),
-    ],
-)
-def test_each_verb_has_its_own_flags(verb, has, lacks, capsys):
-    with pytest.raises(SystemExit) as stop:
-        bench.main([verb, "--help"])
-    assert stop.value.code == 0
-    text = capsys.readouterr().out
-    assert has in text
-    assert lacks not in text
