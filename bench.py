@@ -102,11 +102,9 @@ def read_runs(folders):
             others.append(dict(run=str(log.parent), status=str(e)))
             continue
         head = asdict(GPTConfig()) | head  # an old log lacks the fields that came later
-        rows.append(describe_run(head, records) | dict(run=str(log.parent)))
-        for record in records:
-            if "val_loss" in record:
-                known = {name: record.get(name) for name in ("step", "tokens", "val_loss")}
-                evals.append(dict(run=str(log.parent), seed=head["seed"]) | known)
+        of_run = dict(run=str(log.parent), seed=head["seed"])
+        rows.append(describe_run(head, records) | of_run)
+        evals += [record | of_run for record in records if "val_loss" in record]
     if not rows:
         command = "python train.py --attn=softmax,diff --seed=1,2"
         where = ", ".join(map(str, folders))
@@ -122,7 +120,7 @@ def read_runs(folders):
     order = {attn: i for i, attn in enumerate(ATTENTION)}
     runs = runs[~again].sort_values(["arm", "seed"])
     runs = runs.sort_values("attn", key=lambda attn: attn.map(order), kind="stable")
-    evals = pd.DataFrame(evals, columns=["run", "seed", "step", "tokens", "val_loss"])
+    evals = pd.DataFrame(evals, columns=["run", "seed", "tokens", "val_loss"])
     return runs, evals, pd.DataFrame(others)
 
 
@@ -242,8 +240,7 @@ def loss(args):
         tables["Each arm at the best of its rates, chosen on these same runs"] = table
     if len(others):
         tables["Runs that are left out"] = others
-    # from the first step on: there is no 0 on a logarithmic axis
-    curves = evals[evals["step"] > 0].merge(shown[["run", "arm"]])
+    curves = evals.merge(shown[["run", "arm"]])
     figure = loss_figure(shown, curves, loss_finding(table), unit(runs))
     runs = runs.rename(columns={"loss": "val loss", "tok_per_s": "tok/s"})
     report.publish(args.out, "loss", about, tables, figure, runs)
@@ -592,7 +589,7 @@ def add_timing_flags(p):
 def kernel_name(text):
     """The type of a flag: auto, or the name of a kernel."""
     if text not in ("auto", *KERNELS):
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of auto, {', '.join(KERNELS)}")
+        raise train.wrong(text, f"one of auto, {', '.join(KERNELS)}")
     return text
 
 

@@ -186,21 +186,19 @@ def reported(rows, seeds, runs, rates=None, choose_on=()):
     The column at_edge says where the best rate is the smallest or the largest one that was tried.
     A row whose best rate is not known yet is left out.
     """
-    order = {row: number for number, row in enumerate(rows)}  # a data frame would sort by name
-    runs = runs[runs["row"].isin(order)]
-    mine = runs[runs["seed"].isin(seeds)].assign(at_edge=False)
-    if rates:
-        best = {}
-        at_edge = {}
-        for row, all_of_row in runs.groupby("row"):
-            tried = all_of_row["lr"][all_of_row["seed"].isin(choose_on)]
-            best[row], _ = choose_rate(all_of_row, rates, choose_on)
-            at_edge[row] = len(rates) > 1 and best[row] in (tried.min(), tried.max())
-        mine = mine[mine["lr"] == mine["row"].map(best)]  # no run's rate is None
-        mine = mine.assign(at_edge=mine["row"].map(at_edge))
-    mine = mine.sort_values("seed", kind="stable")
-    mine = mine.sort_values("row", kind="stable", key=lambda row: row.map(order))
-    return mine.reset_index(drop=True)
+    found = []
+    for row in rows:
+        of_row = runs[runs["row"] == row]
+        mine = of_row[of_row["seed"].isin(seeds)].sort_values("seed")
+        at_edge = False
+        if rates:
+            best, _ = choose_rate(of_row, rates, choose_on)
+            mine = mine[mine["lr"] == best]  # no run's rate is None
+            tried = of_row["lr"][of_row["seed"].isin(choose_on)]
+            at_edge = len(rates) > 1 and best in (tried.min(), tried.max())
+        if len(mine):
+            found.append(mine.assign(at_edge=at_edge))
+    return pd.concat(found, ignore_index=True) if found else runs[:0]
 
 
 def train_if_free(own, row, seed, rate, flags, out):
