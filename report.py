@@ -63,22 +63,21 @@ class MeanError(NamedTuple):
 # statistics
 
 
-def pooled_sd(df, value, by):
-    """The standard deviation of a run around the mean of its group, and its degrees of freedom.
+def pooled_sd(runs):
+    """The standard deviation of a run around the mean of its row, and its degrees of freedom.
 
-    Rows that agree in the columns `by` are a group. The squared distances of all groups are added
-    up and divided by the sum of the groups' n - 1. Rows without a value are left out. The standard
-    deviation is NaN where no group has two runs.
+    The squared distances of all rows are added up and divided by the sum of the rows' n - 1. Runs
+    without a loss are left out. The standard deviation is NaN where no row has two runs.
 
-        df = pd.DataFrame(dict(arm=["a", "a", "b", "b"], loss=[1.0, 3.0, 5.0, 5.0]))
-        pooled_sd(df, "loss", by=["arm"])       # (1.0, 2): (1 + 1 + 0 + 0) / (1 + 1)
+        runs = pd.DataFrame(dict(row=["a", "a", "b", "b"], loss=[1.0, 3.0, 5.0, 5.0]))
+        pooled_sd(runs)     # (1.0, 2): (1 + 1 + 0 + 0) / (1 + 1)
     """
-    df = df.dropna(subset=[value])
-    groups = df.groupby(by, dropna=False)[value]
-    dof = len(df) - groups.ngroups
+    runs = runs.dropna(subset=["loss"])
+    rows = runs.groupby("row")["loss"]
+    dof = len(runs) - rows.ngroups
     if dof == 0:
         return math.nan, 0
-    distance = df[value] - groups.transform("mean")
+    distance = runs["loss"] - rows.transform("mean")
     return math.sqrt((distance**2).sum() / dof), dof
 
 
@@ -114,7 +113,7 @@ class Noise:
         self.runs = runs if "pool" in runs else runs.assign(pool="all rows")
         self.pools = {}  # {pool: (standard deviation, degrees of freedom)}
         for pool, group in self.runs.groupby("pool", sort=False):
-            self.pools[pool] = pooled_sd(group, "loss", ["row"])
+            self.pools[pool] = pooled_sd(group)
 
     def of(self, *groups):
         """The standard deviation of a run and its degrees of freedom, for the runs of a row or for
@@ -451,7 +450,7 @@ def dot_plot(ax, df, value, row, condition=None, pool=None):
         df = df.assign(condition="")
         condition = "condition"
     # here both columns together say which runs are averaged
-    groups = df[row] + ", " + df[condition]
+    groups = df[row] + ", " + df[condition].astype(str)
     pools = "all groups" if pool is None else df[pool]
     noise = Noise(df.assign(row=groups, loss=df[value], pool=pools))
     rows = list(df[row].unique())

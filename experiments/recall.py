@@ -1,20 +1,23 @@
 """
-Which attention finds what it needs among noise? Every arm learns it from scratch, on texts made for it.
+Which attention finds what it needs among noise? Every arm learns it on texts made for it.
 
-    python -m experiments.recall            # four arms, two rates, three seeds: minutes on a few cores
+    python -m experiments.recall            # four arms, two rates, three seeds: some minutes
     python -m experiments.recall --decay
 
-A text holds N pairs of a key and a value at random places among fillers, and at its end R of the keys,
-whose values must come. Tables 2 and 3 and Figures 5 and 7 of arXiv 2410.05258 ask the same of large
-models: by the number of pairs, by the length of the text, by the depth at which the answer lies, and how
-much attention goes to it. crowd.py asks what a difference of two maps is good for; here the model has
-positions and two layers, and the texts get longer than those of the training.
+A text holds N pairs of a key and a value at random places among fillers. At its end stand R of the
+keys, and the model has to answer with their values. Tables 2 and 3 and Figures 5 and 7 of arXiv
+2410.05258 ask the same of large models: by the number of pairs, by the length of the text, by the
+depth at which the answer lies, and how much attention goes to it. crowd.py asks what a difference
+of two maps is good for. Here the model has positions and two layers, and the texts get longer than
+those of the training.
 
-A pair is one token. With a token for the key and one for the value, a model must first move the key to
-the token of its value, which softmax does with one sharp head and linear attention can't do without a
-convolution: then the task measures that and not recall. And no answer stands in the text. When they did,
-the value before a query was nearly always that of the query before it, the one value that was never
-right; the linear arms learned to exclude it and failed where the right pair stood last, at depth 100 %.
+A pair is one token. If the key and the value were two tokens, a model would first have to move the
+key to the token of its value. Softmax does that with one sharp head. Linear attention can't do it
+without a convolution, so the task would measure that and not recall.
+
+No answer stands in the text. When answers did, the value before a query was nearly always that of
+the query before it, the one value that was never right. The linear arms learned to exclude it, and
+failed where the right pair stood last, at depth 100 %.
 """
 import argparse
 import math
@@ -34,7 +37,7 @@ from model import ATTENTION, GPT, GPTConfig
 KEYS = 16
 VALUES = 16
 FILLERS = 32
-# the numbers of the tokens: pairs first, then the keys that ask, the fillers, and the values that answer
+# the numbers of the tokens: pairs first, then the keys that ask, the fillers, and the answers
 FIRST_QUERY = KEYS * VALUES
 FIRST_FILLER = FIRST_QUERY + KEYS
 FIRST_VALUE = FIRST_FILLER + FILLERS
@@ -128,7 +131,7 @@ def attention_shares(model, texts, device, T, N, depth):
 
 
 def do_run(job):
-    """Trains a model and measures it. Returns two lists of rows: accuracy, and attention by layer."""
+    """Trains a model and measures it. Returns rows of accuracy, and rows of attention by layer."""
     attn, seed, lr, steps, decay, texts, device = job
     torch.set_num_threads(1)  # models this small have nothing to share
     model = train_model(attn, seed, lr, steps, decay, device)
@@ -174,7 +177,8 @@ def main(argv=None):
     p.add_argument("--texts", type=int, default=256, help="texts behind a figure (256)")
     p.add_argument("--procs", type=int, default=os.cpu_count(), help="runs at once (the cores)")
     p.add_argument("--device", default="cpu", help="cpu, cuda, ... (cpu: the models are tiny)")
-    p.add_argument("--out", type=Path, default="out/bench", help="folder of the result (%(default)s)")
+    p.add_argument("--out", type=Path, default="out/bench",
+                   help="folder of the result (%(default)s)")
     args = p.parse_args(argv)
     report.check_can_publish(args.out)
     jobs = [(attn, seed, lr, args.steps, args.decay, args.texts, args.device)

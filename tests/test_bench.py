@@ -44,7 +44,7 @@ def two_arms():
 
 
 def test_the_standard_deviation_is_pooled_over_groups():
-    sd, dof = report.pooled_sd(two_arms(), "loss", by=["row"])
+    sd, dof = report.pooled_sd(two_arms())
     assert dof == 3
     assert sd == pytest.approx(math.sqrt((2 + 6) / 3))
 
