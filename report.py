@@ -101,9 +101,9 @@ def half_width(sd, dof, *counts, level=0.95):
 class Noise:
     """How much the runs of one row differ, and so what can be said of means and of differences.
 
-    runs: a data frame with a line for each run and the columns `row`, `loss` and perhaps `pool`. The
-    standard deviation of a run around the mean of its row is pooled over the rows. Where some rows
-    are louder than others, the column `pool` says which of them share a standard deviation.
+    runs: a data frame with a line for each run and the columns `row`, `loss` and perhaps `pool`.
+    The standard deviation of a run around the mean of its row is pooled over the rows. Where some
+    rows are louder than others, the column `pool` says which of them share a standard deviation.
 
         noise = Noise(pd.DataFrame(dict(row=list("aabb"), loss=[1.0, 1.2, 2.0, 2.2])))
         noise.difference("b", "a")      # MeanError(1.0, 0.61)

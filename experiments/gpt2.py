@@ -3,7 +3,7 @@ What does the difference of two maps gain at the size of GPT-2? This plan was fi
 
     python -m experiments.gpt2 --only=Q1      # does it work? four arms: the cheap version
     python -m experiments.gpt2                # and does it rescue linear attention? all eight arms
-    python -m experiments.gpt2 --minutes=5    # every arm trains for five minutes: a table, no claims
+    python -m experiments.gpt2 --minutes=5    # every arm trains for five minutes. No claims
     python -m experiments.gpt2 --publish      # tables and figure of what is there by now
 
 Stop it whenever you like, the same command goes on. To use several cards, start the same command
@@ -229,7 +229,7 @@ def measure_speeds(rows, flags, out):
 
 
 def runs_left(rows, args):
-    """How many runs of each arm are not finished yet. An edge or a divergence adds to them later."""
+    """How many runs of each arm are not finished yet. An edge or a divergence adds some later."""
     wanted = len(args.seed)
     if args.rates and len(args.rates) > 1:
         wanted += len(args.rates) * len(args.choose_on)
