@@ -589,7 +589,7 @@ def add_timing_flags(p):
 def kernel_name(text):
     """The type of a flag: auto, or the name of a kernel."""
     if text not in ("auto", *KERNELS):
-        raise train.wrong(text, f"one of auto, {', '.join(KERNELS)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of auto, {', '.join(KERNELS)}")
     return text
 
 

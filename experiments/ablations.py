@@ -12,6 +12,7 @@ residual stream.
 """
 import pandas as pd
 
+import bench
 import report
 import train
 from experiments import grid
@@ -20,6 +21,7 @@ from model import ATTENTION
 
 def rows_of_table_6(flags):
     """The rows: the paper's name, and train.py's flags."""
+    # row 2 of the table: as many heads as Diff has, each twice as large
     half = train.parse([*flags, "--attn=softmax"])[0].n_head // 2
     return {
         "Transformer": ["--attn=softmax"],
@@ -49,7 +51,8 @@ def table_6(rows, runs, flags):
     table.insert(1, "heads", heads)
     table.insert(2, "d", sizes)
     table.insert(3, "norm", norms)
-    first = next(iter(rows))  # the Transformer
+    # the paper compares every row with its first one, the Transformer
+    first = next(iter(rows))
     differences = [None if row == first else noise.difference(row, first) for row in table["row"]]
     table["− Transformer"] = pd.Series(differences, dtype=object)
     return table, noise
@@ -59,15 +62,10 @@ def main(argv=None):
     p = grid.parser("python -m experiments.ablations", __doc__, "out/ablations",
                     seeds="3,4,5,6,7", rates="2e-3,4e-3", choose_on="1,2")
     args, flags = p.parse_known_args(argv)
-    report.check_can_publish(args.out)
     rows = rows_of_table_6(flags)
-    grid.refuse_flags_of_rows(rows, flags, args.rates)
-    if not args.publish:
-        picked = grid.pick(rows, args.rows)
-        grid.run_grid(picked, args.seed, flags, args.out, args.rates, args.choose_on)
-    result = grid.collect(rows, args)
+    result = grid.train_and_collect(rows, args, flags)
     table, noise = table_6(rows, result.runs, flags)
-    unit = grid.unit(result.runs)
+    unit = bench.unit(result.runs)
     figure, (ax,) = report.new_figure(size=(9, 5))
     report.dot_plot(ax, noise.runs, "loss", row="row")
     ax.set(xlabel=f"val loss, {unit}")

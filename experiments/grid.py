@@ -29,7 +29,6 @@ import data
 import report
 import train
 from bench import DESCRIPTION, conditions, describe_run
-from bench import unit  # for the experiments, which label their losses with it
 from flags import comma_list, int_from_0, positive_number
 
 MOST_EXTENSIONS = 3  # how often the range of rates grows, if the best one is at its edge
@@ -258,6 +257,17 @@ class Result(NamedTuple):
     every_run: object  # a data frame: also those that chose the rates
     about: dict  # the conditions
     rates: dict  # caption and table of the loss by rate, if several were tried
+
+
+def train_and_collect(rows, args, flags):
+    """Trains what is missing of the rows, unless --publish asks for what is there. The Result."""
+    report.check_can_publish(args.out)
+    refuse_flags_of_rows(rows, flags, args.rates)
+    if not args.publish:
+        picked = pick(rows, args.rows)
+        run_grid(picked, args.seed, flags, args.out, args.rates, args.choose_on)
+    # whatever rows are there are published, not only those that were picked now
+    return collect(rows, args)
 
 
 def collect(rows, args):

@@ -11,12 +11,14 @@ seeds 2 and 3. Size, bytes and steps grow together. Other flags are train.py's.
 """
 import pandas as pd
 
+import bench
 import report
 import train
 from experiments import grid
 from model import GPT, GPTConfig
 
-BYTES = 10  # per parameter of the blocks
+# per parameter of the blocks. More would be better, but a run should end within half an hour
+BYTES = 10
 SIZES = [64, 128]  # channels
 ARMS = {
     "softmax": ["--attn=softmax"],
@@ -46,7 +48,8 @@ def rows_of_sizes(flags):
     for n_embd in SIZES:
         size = ["--preset=toy", "--n_layer=4", "--n_head=4", f"--n_embd={n_embd}"]
         config = train.parse([*flags, *size])[0]
-        # without numbers, to count them. The arms differ in a few only
+        # a model without values, to count its parameters. The arms differ in a few of them, but
+        # all of them have to read the same text
         model = GPT(GPTConfig(n_layer=4, n_head=4, n_embd=n_embd), seed=None)
         parameters = sum(p.numel() for p in model.blocks.parameters())
         steps = BYTES * parameters // config.total_batch
@@ -74,18 +77,13 @@ def main(argv=None):
     p.add_argument("--data", default="data/fineweb_edu_bytes",
                    help="shards or a text file (%(default)s)")
     args, flags = p.parse_known_args(argv)
-    report.check_can_publish(args.out)
     rows = rows_of_sizes(flags)
     flags.append(f"--data={args.data}")
-    grid.refuse_flags_of_rows(rows, flags, args.rates)
-    if not args.publish:
-        picked = grid.pick(rows, args.rows)
-        grid.run_grid(picked, args.seed, flags, args.out, args.rates, args.choose_on)
-    result = grid.collect(rows, args)
+    result = grid.train_and_collect(rows, args, flags)
     # a larger model's runs differ less, so each size has its own noise
     runs = result.runs.assign(pool=result.runs["n_embd"].map("{} channels".format))
     noise = report.Noise(grid.without_diverged(runs))
-    unit = grid.unit(runs)
+    unit = bench.unit(runs)
     table = differences_table(noise)
     figure, (ax,) = report.new_figure(size=(12, 5))
     columns = {f"{SIZES[0]} channels": (False, -0.14), f"{SIZES[1]} channels": (True, 0.14)}

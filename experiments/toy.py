@@ -34,6 +34,7 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 
+import bench
 import report
 import train
 from experiments import grid
@@ -200,6 +201,7 @@ def rows_of_controls(flags):
 
 def add_pools(runs):
     """The runs with the column `pool` of report.Noise: some rows differ more by seed."""
+    # without decay, linear attention finds its way late, and not in every seed at the same time
     loud = runs["attn"].str.contains("linear") & ~runs["decay"].astype(bool)
     names = {True: "linear attention without decay", False: "all other rows"}
     return runs.assign(pool=loud.map(names))
@@ -239,7 +241,7 @@ def publish_arms(result, out):
     """Tables and figure of the first part."""
     runs = result.runs
     noise = report.Noise(grid.without_diverged(runs))
-    unit = grid.unit(runs)
+    unit = bench.unit(runs)
     differences, decay = differences_table(noise)
     tables = {
         f"Final val loss, {unit}": grid.losses_table(runs, noise),
@@ -250,6 +252,7 @@ def publish_arms(result, out):
     figure, (left, right) = report.new_figure(columns=2, size=(16, 7))
     arms = {row_name(arm, decay): arm for arm in ARMS for decay in (False, True)}
     dots = noise.runs.assign(arm=noise.runs["row"].map(arms))
+    # both conditions of an arm share its line of the figure
     dots["mask"] = dots["decay"].map({False: "no decay", True: "decay"})
     dots = dots.sort_values("decay", kind="stable")  # the first condition is drawn hollow
     report.dot_plot(left, dots, "loss", row="arm", condition="mask", pool="pool")
@@ -268,7 +271,7 @@ def publish_controls(result, out):
     """Tables and figure of the second part."""
     runs = result.runs
     noise = report.Noise(grid.without_diverged(runs))
-    unit = grid.unit(runs)
+    unit = bench.unit(runs)
     table = controls_table(noise)
     tables = {
         f"Final val loss, {unit}": grid.losses_table(runs, noise),
@@ -288,16 +291,9 @@ def main(argv=None):
     p.add_argument("--controls", action="store_true",
                    help="the second part: what is it that decay brings, and a plus for the minus")
     args, flags = p.parse_known_args(argv)
-    report.check_can_publish(args.out)
     register()  # before the flags are read: train.py refuses an arm that it does not know
     rows = rows_of_controls(flags) if args.controls else rows_of_arms(flags)
-    grid.refuse_flags_of_rows(rows, flags, args.rates)
-    if not args.publish:
-        picked = grid.pick(rows, args.rows)
-        grid.run_grid(picked, args.seed, flags, args.out, args.rates, args.choose_on)
-
-    # whatever rows are there are published, not only those that were picked now
-    result = grid.collect(rows, args)
+    result = grid.train_and_collect(rows, args, flags)
     publish = publish_controls if args.controls else publish_arms
     publish(result._replace(runs=add_pools(result.runs)), args.out)
 

@@ -12,7 +12,7 @@ import report
 import train
 from experiments import gpt2, grid
 from helpers import assert_value_error
-from model import GPT
+from model import ATTENTION, GPT
 
 torch.set_num_threads(1)
 
@@ -26,6 +26,8 @@ SMALL = [
 def empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     gpt2.register()
+    yield
+    ATTENTION.pop("diff_v2")  # as other tests expect it
 
 
 # the arms

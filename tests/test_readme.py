@@ -27,6 +27,7 @@ def without_indentation(text):
 
 def test_its_quotes_are_verbatim():
     code = without_indentation((HERE / "model.py").read_text())
+    # the last block is not from model.py: it is the reader's own arm
     *quotes, fifth_arm = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len(quotes) >= 6
     for quote in quotes:
@@ -36,6 +37,7 @@ def test_its_quotes_are_verbatim():
 
 def test_its_fifth_arm_trains():
     fifth_arm = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[-1]
+    # fewer steps, since a test should take seconds
     short = fifth_arm.replace('"--steps=20"', '"--steps=2", "--eval_tokens=256"')
     assert short != fifth_arm
     exec(short, {})
@@ -59,6 +61,7 @@ def test_all_figures_are_shown_on_a_page():
     for page in pages:
         for link in re.findall(r"!\[[^]]*\]\(([^)]+)\)", page.read_text()):
             shown.add((page.parent / link).resolve())
+    # a figure on no page is a figure that nobody keeps up to date
     figures = {path.resolve() for path in HERE.glob("assets/**/*.png")}
     assert figures <= shown
 
@@ -74,6 +77,7 @@ def test_its_tests_exist():
 )
 def test_its_flags_exist(program, flags, capsys):
     words = flags.split()
+    # --help of a verb lists more than that of the program
     has_verbs = program in ("bench", "experiments.crowd", "experiments.checkpoints")
     verb = [word for word in words if not word.startswith("-")][:1] if has_verbs else []
     with pytest.raises(SystemExit):
@@ -87,6 +91,7 @@ def test_its_commands_run_at_toy_size():
     """One after the other, in a copy of the repository. Not those that need a network or a GPU."""
     ignored = shutil.ignore_patterns(".git", "out", "data")
     shutil.copytree(HERE, "copy", ignore=ignored)
+    # --restart, because several commands would train into the same folder
     few_steps = ["--steps=2", "--eval_tokens=256", "--restart"]
     shorter = {"train.py": few_steps, "sample.py": ["--max_new_tokens=9"], "bench.py": []}
     for program, flags in shorter.items():
