@@ -201,7 +201,7 @@ def rows_of_controls(flags):
 
 def add_pools(runs):
     """The runs with the column `pool` of report.Noise: some rows differ more by seed."""
-    # without decay, linear attention finds its way late, and not in every seed at the same time
+    # where nothing is forgotten, the runs of linear attention differ far more by seed
     loud = runs["attn"].str.contains("linear") & ~runs["decay"].astype(bool)
     names = {True: "linear attention without decay", False: "all other rows"}
     return runs.assign(pool=loud.map(names))
