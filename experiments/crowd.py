@@ -659,28 +659,30 @@ def contrast_table(df):
     return pd.DataFrame(rows)
 
 
-# the first figure is about texts of this length
+# the first figure is of these runs
 PICTURE_PAIRS = 64
+PICTURE_STEPS = 2000
 # its lines, and what it calls them
 SHOWN = {
     "softmax": "softmax",
     "diff_linear norm": "diff_linear",
     "linear": "linear",
-    "linear 2 heads norm": "linear, heads and norm\nof diff_linear",
+    "linear 2 heads norm": "linear with its\nheads and norm",
 }
 
 
 @torch.no_grad()
-def example_maps(steps, m):
-    """A_1, A_2 and A_1 - lambda A_2 of one head of a trained diff_linear for one text of m pairs in
-    the crowd, as one tensor, (3, QUERIES, N), and lambda.
+def example_maps(steps):
+    """A_1, A_2 and A_1 - lambda A_2 of one head of a trained diff_linear for one text, as one
+    tensor, (3, QUERIES, N), and lambda. A quarter of the pairs are the crowd.
 
     The pairs are sorted: those asked for in the order of the queries, the others, the crowd."""
     torch.set_num_threads(1)
     with torch.enable_grad():
         run = Run("diff_linear norm", 3e-3, REPORT_SEEDS[0], PICTURE_PAIRS, steps)
         model = train_reader(run)
-    texts = make_texts(torch.Generator().manual_seed(10**6), 1, PICTURE_PAIRS, m)
+    generator = torch.Generator().manual_seed(10**6)
+    texts = make_texts(generator, 1, PICTURE_PAIRS, PICTURE_PAIRS // 4)
     A = model.branch_maps(model.gpt.blocks[0].norm1(model.embed(texts)))[0]  # (H, QUERIES, T)
     order = texts.place[0].flip(0)  # drawn last are those asked for, drawn first the crowd
     order[:QUERIES] = order[:QUERIES].flip(0)
@@ -692,20 +694,19 @@ def example_maps(steps, m):
     return torch.stack((A[2 * head], A[2 * head + 1], difference[head])), lam
 
 
-def draw_maps(figure, grid, steps):
+def draw_maps(axes, maps, lam):
+    """The maps of example_maps below one another."""
     from matplotlib.patches import Rectangle
 
     N = PICTURE_PAIRS
     m = N // 4
-    maps, lam = example_maps(steps, m)
     titles = [
         "$A_1$   (framed: the pair a query asks for)",
         "$A_2$",
         f"$A_1 - \\lambda A_2$   ($\\lambda$ = {lam:.2f}; red above 0, blue below)",
     ]
     limit = maps.abs().max().item()
-    for i, (A, title) in enumerate(zip(maps, titles)):
-        ax = figure.add_subplot(grid[2 * i : 2 * i + 2, 0])
+    for ax, A, title in zip(axes, maps, titles):
         ax.imshow(A.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
         ax.set(title=title, xticks=[], yticks=[], ylabel="queries")
         ax.grid(False)
@@ -762,14 +763,15 @@ def draw_dose(ax, df):
     ax.set(xlim=(-0.05, 1.05), ylim=(0, 1.05))
 
 
-def draw_crowd(df, steps):
+def draw_crowd(df, maps, lam):
     """The figure that says it all: three maps, accuracy by crowd, and the dose with its law."""
     figure, _ = report.new_figure(size=(15, 6.2))
     figure.clear()
     grid = figure.add_gridspec(6, 3, width_ratios=(1.15, 1.05, 0.7))
     report.add_title(figure, "Each of the two maps gives something to every pair. Their difference "
                              "takes away what they share, and what is asked for remains")
-    draw_maps(figure, grid, steps)
+    rows = [slice(0, 2), slice(2, 4), slice(4, 6)]
+    draw_maps([figure.add_subplot(grid[row, 0]) for row in rows], maps, lam)
     draw_law(figure.add_subplot(grid[:3, 2]))
     draw_dose(figure.add_subplot(grid[3:, 2]), df)
     draw_accuracy(figure.add_subplot(grid[:, 1]), df)
@@ -827,9 +829,13 @@ def publish(runs, args):
             tables[f"{N} pairs: differences"] = differences
     tables["The law, untrained, 64 pairs: the crowd that makes half of the answers wrong"] = doses
     tables["The same for softmax with its largest logit held to tau"] = caps
-    steps = args.steps or GROUPS["64"].steps
+    steps = args.steps or PICTURE_STEPS
     shown = trained[(trained["pairs"] == PICTURE_PAIRS) & (trained["steps"] == steps)]
-    figure = draw_crowd(shown, steps)
+    maps, lam = example_maps(steps)
+    alone, axes = report.new_figure(rows=3, size=(9, 4.6))
+    draw_maps(axes, maps, lam)
+    alone.savefig(args.out / "maps.png")
+    figure = draw_crowd(shown, maps, lam)
     report.publish(args.out, "crowd", about, tables, figure, df[df["tau"].isna()])
     capped = final[final["tau"].notna()]
     if len(capped):

@@ -170,6 +170,7 @@ def small(monkeypatch):
     monkeypatch.setattr(crowd, "RATES", (3e-3,))
     monkeypatch.setattr(crowd, "LADDER", (3e-3,))
     monkeypatch.setattr(crowd, "GROUPS", {"small": Group(tuple(crowd.SHOWN))})
+    monkeypatch.setattr(crowd, "PICTURE_PAIRS", 32)
 
 
 def test_all_parts_run_stop_and_go_on(tmp_path, small, monkeypatch, capsys):
@@ -209,6 +210,7 @@ def test_all_parts_run_stop_and_go_on(tmp_path, small, monkeypatch, capsys):
     table = next(iter(published["tables"].values()))
     assert {row["arm"]: row["n"] for row in table} == dict.fromkeys(crowd.SHOWN, 2)
     assert len(json.loads((tmp_path / "phase.json").read_text())["runs"]) == n_phase
+    assert (tmp_path / "maps.png").stat().st_size > 10_000
     assert (tmp_path / "crowd.png").stat().st_size > 10_000
     assert (tmp_path / "phase.png").stat().st_size > 10_000
 
@@ -227,7 +229,8 @@ def test_the_maps_of_the_figure_are_sorted_by_what_a_query_should_see(monkeypatc
     monkeypatch.setattr(crowd, "make_texts", lambda *args: texts.append(make(*args)) or texts[-1])
     monkeypatch.setattr(crowd, "train_reader", lambda run: Reader(run))
     monkeypatch.setattr(Reader, "branch_maps", known_maps)
-    maps, lam = crowd.example_maps(steps=1, m=8)
+    monkeypatch.setattr(crowd, "PICTURE_PAIRS", 32)
+    maps, lam = crowd.example_maps(steps=1)
     expected = torch.zeros(crowd.QUERIES, 32)
     expected[:, : crowd.QUERIES] = torch.eye(crowd.QUERIES)
     expected[:, -8:] = 2
