@@ -319,6 +319,9 @@ def time_interleaved(builders, repeats, enough=0.03):
     return facts, {case: np.array(values) for case, values in seconds.items()}
 
 
+STATE = "bytes of state a sequence"  # the name of a column of decode's tables
+
+
 def median_and_spread(values):
     """The median, and half the distance between the quartiles."""
     low, middle, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
@@ -376,7 +379,9 @@ def publish_timings(args, name, cases):
         tables[f"{part.capitalize()} ({how})"] = table.drop(columns="part")
 
     parts = timings["part"].unique()
-    figure, axes = report.new_figure(columns=len(parts), size=(6 * len(parts), 5))
+    facts = pd.DataFrame(rows)
+    panels = len(parts) + (STATE in facts)
+    figure, axes = report.new_figure(columns=panels, size=(6 * panels, 5))
     first = next(iter(arms_and_kernels(args)))
     findings = []
     for ax, part in zip(axes, parts):
@@ -387,6 +392,8 @@ def publish_timings(args, name, cases):
         ax.set_title(part)
         findings.append(f"{fastest(rounds, first)} ({part}, {rounds['T'].max():,} tokens)")
     report.add_title(figure, f"Fastest: {'; '.join(findings)}")
+    if STATE in facts:
+        draw_state(axes[-1], facts.dropna(subset=[STATE]).drop_duplicates(["arm", "T"]))
 
     about = report.conditions(args.device, dtype=args.dtype, compiled=args.compile)
     about |= size_of(args.preset) | dict(decay=args.decay, rounds=args.repeats)
@@ -400,8 +407,21 @@ def draw_speeds(ax, rounds):
     lines["low"] = groups.quantile(0.25)
     lines["high"] = groups.quantile(0.75)
     report.line_plot(ax, lines.reset_index(), "T", "tokens/s", by="arm", band=("low", "high"))
-    ax.set(xscale="log", yscale="log", xlabel="tokens of context", ylabel="tokens per second")
-    lengths = sorted(rounds["T"].unique())
+    ax.set(ylabel="tokens per second")
+    finish_by_length(ax, rounds["T"])
+
+
+def draw_state(ax, facts):
+    """The bytes of a sequence's state over T."""
+    report.line_plot(ax, facts, "T", STATE, by="arm")
+    ax.set(title="state of a sequence", ylabel="bytes")
+    finish_by_length(ax, facts["T"])
+
+
+def finish_by_length(ax, lengths):
+    """Makes both axes logarithmic, with a tick for each length, and names the lines."""
+    ax.set(xscale="log", yscale="log", xlabel="tokens of context")
+    lengths = sorted(lengths.unique())
     ax.set_xticks(lengths, [f"{T:,}" for T in lengths])
     ax.set_xticks([], minor=True)
     report.short_numbers(ax.yaxis)
@@ -540,7 +560,7 @@ def build_decoding(args, attn, kernel, B, T):
     functions = {"step": step}
     if B == 1:
         functions["recompute"] = recompute
-    return functions, {"kernel": used, "bytes of state a sequence": state_bytes // B}
+    return functions, {"kernel": used, STATE: state_bytes // B}
 
 
 def decode(args):

@@ -47,10 +47,10 @@ class Shards:
 
     @classmethod
     def open(cls, folder, split):
-        """The shards *_<split>_<number>.bin of a folder. They stay on the disk, mapped into memory."""
+        """The shards *_<split>*.bin of a folder. They stay on the disk, mapped into memory."""
         paths = sorted(Path(folder).glob(f"*_{split}*.bin"))  # the numbers have leading zeros
         if not paths:
-            raise ValueError(f"no *_{split}_*.bin in {folder}: `python prepare_fineweb.py` makes them")
+            raise ValueError(f"no *_{split}*.bin in {folder}: `python prepare_fineweb.py` makes them")
         return cls(read_shard(path) for path in paths)
 
     def sequences(self, T):
@@ -100,9 +100,12 @@ def load_manifest(folder):
     if not path.exists():
         return {"tokenizer": "gpt2", "shards": []}
     try:
-        return json.loads(path.read_text())
+        manifest = json.loads(path.read_text())
     except ValueError as e:
         raise ValueError(f"{path} is damaged: {e}") from None
+    if not isinstance(manifest, dict) or not {"tokenizer", "shards"} <= set(manifest):
+        raise ValueError(f"{path} is not one of prepare_fineweb.py's: move it away")
+    return manifest
 
 
 def load_data(path):

@@ -168,7 +168,7 @@ def write_shards(args, manifest, bar):
         tokens, documents = write_shard(args.out / "shard.tmp", size, stream, eot, bar)
         if tokens < size:
             manifest["source_ended"] = True
-            if done + tokens == documents:
+            if tokens == documents and not shards:  # nothing but an end of text for each
                 raise ValueError("there is no text in it")
         if tokens > 0:
             # a shard gets its name when it is whole, and then its line in the manifest. if we are

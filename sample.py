@@ -91,9 +91,10 @@ def print_samples(steps, enc, prompt, num_samples):
     start = time.time()
     print(prompt, end="", flush=True)
     for tokens in steps:
+        tokens = tokens.tolist()  # waits for the device. only then the clock is right
         if first is None:
             first = time.time() - start
-        for i, token in enumerate(tokens.tolist()):
+        for i, token in enumerate(tokens):
             if token == enc.eot_token:
                 ended[i] = True  # the next tokens would be another document's
             if not ended[i]:
@@ -117,7 +118,9 @@ def main(argv=None):
     args = parser.parse_args(argv)
     device = open_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_cuda = device.type == "cuda"
-    bf16 = on_cuda if args.dtype is None else args.dtype == "bfloat16"
+    bf16 = args.dtype == "bfloat16"
+    if args.dtype is None:  # older cards than Ampere only emulate bf16
+        bf16 = on_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
     path = find_checkpoint(args.ckpt)
     model = load_model(path, device, bf16)
     enc = get_tokenizer(model.extra.get("tokenizer"))
@@ -144,5 +147,7 @@ if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a console of Windows may lack a character
     try:
         main()
+    except KeyboardInterrupt:
+        sys.exit(130)  # what a shell expects after Ctrl-C
     except (ValueError, OSError) as e:
         sys.exit(f"sample.py: {e}")

@@ -94,7 +94,7 @@ group.add_argument("--data", type=Path,
                    help=f"folder of shards or text file (gpt2: {SHARDS}, toy: Python's manual)")
 group.add_argument("--out", type=Path,
                    help="folder of the run, or with several runs the folder that holds theirs "
-                        "(out/<attn>-<what differs from the preset>)")
+                        "(out/<attn>-<model and optimizer settings that differ from the preset>)")
 group.add_argument("--restart", action="store_true", help="discard the run there and start over")
 
 group = parser.add_argument_group("model")  # what has no default here has GPTConfig's
@@ -146,7 +146,7 @@ add(group, "--save_every", positive_int, "steps between checkpoints", toy=100, g
 group = parser.add_argument_group("machine")
 group.add_argument("--device", help="cuda, cuda:1, cpu or mps (cuda where there is one, else cpu)")
 group.add_argument("--dtype", choices=["float32", "bfloat16"],
-                   help="of the matmuls (bfloat16 on cuda, else float32)")
+                   help="of the matmuls (bfloat16 where the card has it, else float32)")
 group.add_argument("--compile", action=switch, help="torch.compile the model (on cuda)")
 
 
@@ -225,7 +225,9 @@ def parse(argv=None):
     defaults = asdict(GPTConfig()) | PRESETS[preset]
     defaults["vocab_size"] = None  # it will be the tokenizer's
     defaults["data"] = SHARDS if preset == "gpt2" else None  # None is Python's manual
-    defaults["dtype"] = "bfloat16" if cuda else "float32"
+    # older cards than Ampere only emulate bf16
+    bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+    defaults["dtype"] = "bfloat16" if bf16 else "float32"
     defaults["compile"] = cuda
     settings = defaults | given | dict(preset=preset, rank=rank, world=world, device=device)
     settings |= fit_sizes(settings, given)
@@ -242,8 +244,11 @@ def find_process(name):
         raise ValueError(f"RANK={rank} does not fit WORLD_SIZE={world}: {remedy}")
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     if world > 1 and name == "cuda":
-        torch.cuda.set_device(local_rank)  # from here on "cuda" is the card of this process
-    return rank, world, open_device(name)
+        name = f"cuda:{local_rank}"
+    device = open_device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # what says "cuda" means this card from here on
+    return rank, world, device
 
 
 def fit_sizes(settings, given):
@@ -258,6 +263,7 @@ def fit_sizes(settings, given):
     if total_batch % least != 0:
         why = "(--block_size x processes)"
         raise ValueError(f"--total_batch={total_batch} is not a multiple of {least} {why}")
+    batch_size = min(batch_size, total_batch // least)
     while total_batch % (batch_size * least) != 0:
         batch_size -= 1
 
@@ -283,7 +289,8 @@ def list_runs(settings, given, defaults):
             run["out"] = given.get("out", Path("out")) / run_name(run, defaults)
         if softmax_arms and attn not in softmax_arms:
             run["kernel"] = "auto"  # linear arms have no kernel, but here the flag is not for them
-        run["warmup"] = min(run["warmup"], run["steps"] - 1)  # so that a short run gets to its peak
+        # so that a short run gets to its peak. after the name was made, or it would be part of it
+        run["warmup"] = min(run["warmup"], run["steps"] - 1)
         configs.append(TrainConfig(**run))
     return configs
 
@@ -394,6 +401,7 @@ def evaluate(model, val, config):
         tokens = load_sequences(val, [i % n for i in range(first, first + B)], config)
         with autocast(config):
             logits, _ = model(tokens[:, :-1], tokens[:, 1:])
+        # the model's own loss is the mean of all of them, also of those that fill the batch up
         for i in range(first, min(first + B, n)):
             losses[i] = F.cross_entropy(upcast(logits[i - first]), tokens[i - first, 1:])
         del logits  # the largest tensor here, and the next ones need the room
@@ -548,10 +556,11 @@ def make_record(config, step, update, since, speed_limit):
     record["lr"] = learning_rate(step - 1, config)
     record["grad_norm"] = grad_norm.item()
     first_step, start = since
-    seconds = time.perf_counter() - start
-    record["tok_per_s"] = (step - first_step) * config.total_batch / seconds
-    if speed_limit is not None:
-        record["mfu"] = record["tok_per_s"] / speed_limit
+    if step > first_step:
+        seconds = time.perf_counter() - start
+        record["tok_per_s"] = (step - first_step) * config.total_batch / seconds
+        if speed_limit is not None:
+            record["mfu"] = record["tok_per_s"] / speed_limit
     return record
 
 
@@ -559,13 +568,14 @@ def format_record(record, config):
     """The line for the screen."""
     parts = [f"step {record['step']:>5}/{config.steps}"]
     if record["step"] > 0:
-        left = round((config.tokens - record["tokens"]) / record["tok_per_s"])
         parts.append(f"train {record['train_loss']:.4f}")
         parts.append(f"lr {record['lr']:.2e}")
         parts.append(f"norm {record['grad_norm']:5.2f}")
+    if record["tok_per_s"] is not None:
         parts.append(f"{record['tok_per_s']:,.0f} tok/s")
         if record["mfu"] is not None:
             parts.append(f"MFU {record['mfu']:.1%}")
+        left = round((config.tokens - record["tokens"]) / record["tok_per_s"])
         parts.append(f"{timedelta(seconds=left)} left")
     if "val_loss" in record:
         parts.append(f"val {record['val_loss']:.4f}")
@@ -631,6 +641,11 @@ def start_or_resume(config, data):
     parallel = compiled
     if config.world > 1:
         # waits for all processes: all of them have looked into the folder before one writes there
+        seen = [None] * config.world
+        dist.all_gather_object(seen, resumed)
+        if len(set(seen)) > 1:
+            problem = f"the processes find different checkpoints in {config.out}"
+            raise ValueError(f"{problem}: is it a folder that all of them share?")
         parallel = torch.nn.parallel.DistributedDataParallel(compiled)
     return Run(model, compiled, parallel, optimizer, resumed, head)
 
@@ -738,6 +753,10 @@ def train_loop(config, data, run, log_file):
             return "stopped"
 
         update = training_step(run.parallel, run.optimizer, data.train, config, step)
+        if step == (run.resumed or 0):
+            # the first step compiles the model, too, so its time says nothing of the speed
+            update[1].item()  # waits for the device
+            since = (step + 1, time.perf_counter())
         step += 1
 
 
@@ -805,8 +824,8 @@ def introduce(config, data):
 def main(argv=None):
     """Trains the runs that a command line asks for.
 
-    Returns "finished", "stopped", or "diverged" if at least one run did. Raises ValueError and
-    OSError for what a user can mend.
+    Returns "stopped" if they were stopped, else "diverged" if at least one run did, else
+    "finished". Raises ValueError and OSError for what a user can mend.
     """
     configs = parse(argv)
     shared = configs[0]  # the runs have the same data, sizes and device
@@ -833,11 +852,11 @@ def main(argv=None):
             break
     if shared.world > 1:
         dist.destroy_process_group()
-    if len(configs) > 1:
+    if len(configs) > 1 and "stopped" not in outcomes:
         print0(f"\ncompare them: python bench.py loss {shared.out.parent}")
-    for worst in ("stopped", "diverged"):
-        if worst in outcomes:
-            return worst
+    for outcome in ("stopped", "diverged"):
+        if outcome in outcomes:
+            return outcome
     return "finished"
 
 
@@ -845,6 +864,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
     try:
-        sys.exit(1 if main() == "diverged" else 0)
+        sys.exit(0 if main() == "finished" else 1)
     except (ValueError, OSError) as e:
         sys.exit(f"train.py: {e}")

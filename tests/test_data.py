@@ -183,7 +183,7 @@ def test_shards_without_a_manifest_are_gpt2():
 def test_what_is_no_whole_shard_is_refused():
     write_shard("made/x_train_1.bin", [1, 2, 3])
     whole = Path("made/x_train_1.bin").read_bytes()
-    with pytest.raises(ValueError, match=r"no \*_val_\*.bin in made: `python prepare_fineweb.py`"):
+    with pytest.raises(ValueError, match=r"no \*_val\*.bin in made: `python prepare_fineweb.py`"):
         load_data(Path("made"))
     for content in (whole[:-1], whole + b"\0\0"):
         Path("made/x_train_1.bin").write_bytes(content)
@@ -198,6 +198,9 @@ def test_what_is_no_whole_shard_is_refused():
         load_data(SHARDS)
     Path("made/manifest.json").write_text('{"tokenizer": "by')
     with pytest.raises(ValueError, match="manifest.json is damaged"):
+        load_data(Path("made"))
+    Path("made/manifest.json").write_text('{"name": "a web page"}')
+    with pytest.raises(ValueError, match="manifest.json is not one of prepare_fineweb.py's"):
         load_data(Path("made"))
 
 
