@@ -194,7 +194,6 @@ GROUPS = {
 PHASE_ARMS = ("softmax norm", "softmax 2 heads norm", "diff norm")
 PHASE_PAIRS = (32, 64, 128)  # 256 and more need more steps than these, see the docstring
 PHASE_STEPS = 1500
-PHASE_CHOOSE_TAU = 1.5
 PHASE_TAU = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 
 
@@ -484,7 +483,9 @@ class Runs:
         losses = {}
         for run, row in self.rows.items():
             if run.seed in CHOOSE_SEEDS and replace(run, lr=like.lr, seed=like.seed) == like:
-                losses.setdefault(run.lr, []).append(row["loss"])
+                # a loss that is not finite is the worst
+                loss = row["loss"] if math.isfinite(row["loss"]) else math.inf
+                losses.setdefault(run.lr, []).append(loss)
         return min(losses, key=lambda lr: sum(losses[lr]) / len(losses[lr]))
 
 
@@ -519,16 +520,14 @@ def train(runs, args):
 def phase(runs, args):
     """Capped softmax, one map and the difference, over length and sharpness.
 
-    The rate of an arm at a length is the best one at one sharpness, on one seed. Beyond 128 pairs,
-    where a run takes minutes, it is that of 128 pairs."""
+    Each cell has its own rate: where one cell can't learn, it can't choose a rate for the others."""
     steps = args.steps or PHASE_STEPS
-    # rates are chosen on one seed only: a cell has its neighbours to be checked with
     for N in args.pairs:
-        likes = [Run(arm, 0, 0, min(N, 128), steps, PHASE_CHOOSE_TAU) for arm in PHASE_ARMS]
+        likes = [Run(arm, 0, 0, N, steps, tau) for tau in args.tau for arm in PHASE_ARMS]
+        # on one seed only: a cell has its neighbours to be checked with
         choose_rates(runs, likes, CHOOSE_SEEDS[:1])
-        rates = {like.arm: runs.best_rate(like) for like in likes}
-        runs.finish([Run(arm, rates[arm], seed, N, steps, tau)
-                     for seed in args.seed for tau in args.tau for arm in PHASE_ARMS])
+        runs.finish([replace(like, lr=runs.best_rate(like), seed=seed)
+                     for seed in args.seed for like in likes])
 
 
 def failing_crowd(A):
@@ -599,9 +598,12 @@ def one_row_a_run(runs):
     return pd.DataFrame(rows)
 
 
-def reported(df):
-    """The runs that count: those on the seeds on which no rate was chosen."""
-    return df[~df["seed"].isin(CHOOSE_SEEDS)]
+def reported(runs, df):
+    """The runs that count: on seeds on which no rate was chosen, and at the rate that was."""
+    counts = []
+    for run in runs.rows:
+        counts.append(run.seed not in CHOOSE_SEEDS and run.lr == runs.best_rate(run))
+    return df[counts]
 
 
 def accuracy_table(df):
@@ -817,7 +819,7 @@ def draw_phase(df):
 def publish(runs, args):
     """The tables and figures of all finished runs."""
     df = one_row_a_run(runs)
-    final = reported(df)
+    final = reported(runs, df)
     trained = final[final["tau"].isna()]
     about = report.conditions(torch.device("cpu"), threads_of_a_run=1)
     doses, caps = law()
@@ -826,11 +828,13 @@ def publish(runs, args):
         tables[f"{N} pairs, {steps:,} steps: accuracy by crowd"] = accuracy_table(group)
         differences = contrast_table(group)
         if len(differences):
-            tables[f"{N} pairs: differences"] = differences
+            tables[f"{N} pairs, {steps:,} steps: differences"] = differences
     tables["The law, untrained, 64 pairs: the crowd that makes half of the answers wrong"] = doses
     tables["The same for softmax with its largest logit held to tau"] = caps
     steps = args.steps or PICTURE_STEPS
     shown = trained[(trained["pairs"] == PICTURE_PAIRS) & (trained["steps"] == steps)]
+    if shown.empty:
+        raise ValueError("nothing to show yet: `python -m experiments.crowd train --groups=64`")
     maps, lam = example_maps(steps)
     alone, axes = report.new_figure(rows=3, size=(9, 4.6))
     draw_maps(axes, maps, lam)
@@ -840,10 +844,11 @@ def publish(runs, args):
     capped = final[final["tau"].notna()]
     if len(capped):
         tables = {}
-        for N, group in capped.groupby("pairs"):
+        for (N, steps), group in capped.groupby(["pairs", "steps"]):
             table = group.sort_values(["tau", "arm"])
-            tables[f"{N} pairs, accuracy by crowd"] = phase_table(table)
-        report.publish(args.out, "phase", about, tables, draw_phase(capped), df[df["tau"].notna()])
+            tables[f"{N} pairs, {steps:,} steps: accuracy by crowd"] = phase_table(table)
+        figure = draw_phase(capped[capped["steps"] == (args.steps or PHASE_STEPS)])
+        report.publish(args.out, "phase", about, tables, figure, df[df["tau"].notna()])
 
 
 def phase_table(df):
@@ -872,6 +877,9 @@ def main(argv=None):
     p.add_argument("--tau", type=comma_list(positive_number), default=PHASE_TAU,
                    help="of phase: %(default)s")
     args = p.parse_args(argv)
+    if not set(args.choose_on) <= set(CHOOSE_SEEDS) or set(args.seed) & set(CHOOSE_SEEDS):
+        raise ValueError("--choose_on takes 1 and 2, and --seed others: a run that chose a rate "
+                         "is not reported")
     runs = Runs(args.out, args.procs)
     if args.verb == "law":
         for table in law():

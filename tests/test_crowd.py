@@ -2,6 +2,7 @@
 import json
 import math
 
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
@@ -161,6 +162,16 @@ def test_a_rate_at_the_edge_is_extended(tmp_path, monkeypatch):
     assert {run.lr for run in runs.rows} == {3e-3, 1e-2, 3e-2, 1e-1}
     assert {run.seed for run in runs.rows} == {1, 2}
     assert runs.best_rate(like) == 3e-2
+    # a run on another seed is reported if it has that rate
+    runs.finish([Run("linear", lr, 3) for lr in (1e-2, 3e-2)])
+    df = crowd.reported(runs, pd.DataFrame(runs.rows.values()))
+    assert df[["lr", "seed"]].values.tolist() == [[3e-2, 3]]
+
+
+def test_a_run_that_chose_a_rate_is_not_reported(tmp_path):
+    for flag in ("--seed=1,3", "--choose_on=3"):
+        with pytest.raises(ValueError, match="a run that chose a rate is not reported"):
+            crowd.main(["train", flag, f"--out={tmp_path}"])
 
 
 @pytest.fixture
@@ -182,7 +193,7 @@ def test_all_parts_run_stop_and_go_on(tmp_path, small, monkeypatch, capsys):
     rows = [json.loads(line) for line in lines]
     n_train = len(crowd.SHOWN) * 4  # two seeds to choose a rate, two to report
     arms = len(crowd.PHASE_ARMS)
-    n_phase = arms + arms * 2 * 2  # one to choose a rate, then arms x sharpness x seeds
+    n_phase = arms * 2 * (1 + 2)  # arms x sharpness, each on one seed for its rate and two more
     assert len(rows) == n_train + n_phase
     assert all(len(row["accuracy"]) == 5 and math.isfinite(row["loss"]) for row in rows)
 

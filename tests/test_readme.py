@@ -13,6 +13,7 @@ from model import ATTENTION
 
 HERE = Path(__file__).parent.parent
 README = (HERE / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 PROGRAMS = r"train|sample|bench|prepare_fineweb|experiments\.\w+"
 
 
@@ -27,16 +28,24 @@ def without_indentation(text):
 
 def test_its_quotes_are_verbatim():
     code = without_indentation((HERE / "model.py").read_text())
-    # the last block is not from model.py: it is the reader's own arm
-    *quotes, fifth_arm = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    # a block that imports is a program of the reader's, and not from model.py
+    quotes = [block for block in BLOCKS if "import" not in block]
     assert len(quotes) >= 6
     for quote in quotes:
         assert without_indentation(quote) in code, quote
         assert quote.count("\n") <= 12
 
 
+def test_its_layer_runs():
+    (layer,) = [block for block in BLOCKS if "Diff(config" in block]
+    names = {}
+    exec(layer, names)
+    assert names["y"].shape == (2, 100, 768)
+    assert names["layer"].n_value_head == 6
+
+
 def test_its_fifth_arm_trains():
-    fifth_arm = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[-1]
+    fifth_arm = BLOCKS[-1]
     # fewer steps, since a test should take seconds
     short = fifth_arm.replace('"--steps=20"', '"--steps=2", "--eval_tokens=256"')
     assert short != fifth_arm
