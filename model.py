@@ -180,6 +180,7 @@ class Attention(nn.Module):
         self.head_dim = C // config.n_head
         self.flash = config.flash
         self.kernel = "sdpa"  # computes softmax's fast form, see pick_kernel
+        self.room = config.block_size  # tokens in softmax's cache. For short texts set less
         # an experiment may set this to a function that takes `scores`, (B, H, T, T), and returns
         # what the map form should use in their place. The other two forms don't call it
         self.score_hook = None
@@ -312,17 +313,12 @@ class Softmax(Attention):
         return self.subtract(y, lam)
 
     def fill(self, k, v, rope, state):
-        """Begin the cache, with room for block_size tokens.
-
-        So every step has the same shapes and torch.compile compiles one. The price is that a step
-        reads the whole room, also while the text is short.
-        """
-        room = self.config.block_size - k.shape[2]
-        if room < 0:
-            block_size = self.config.block_size
-            raise ValueError(f"{k.shape[2]} tokens don't fit into a cache of {block_size}")
-        state["k"] = F.pad(rotate(k, rope), (0, 0, 0, room))  # (B, H, block_size, d)
-        state["v"] = F.pad(v, (0, 0, 0, room))  # (B, h, block_size, d_v)
+        """Begin the cache with all of its room, so that every step has the same shapes."""
+        free = self.room - k.shape[2]
+        if free < 0:
+            raise ValueError(f"{k.shape[2]} tokens don't fit into a cache of {self.room}")
+        state["k"] = F.pad(rotate(k, rope), (0, 0, 0, free))  # (B, H, room, d)
+        state["v"] = F.pad(v, (0, 0, 0, free))  # (B, h, room, d_v)
 
     def step(self, q, k, v, lam, rope, state):
         """The last row of each map, over the whole cache. log D hides the room not yet filled."""
@@ -332,11 +328,11 @@ class Softmax(Attention):
         # scores in float32, as the fused kernels have them
         with torch.autocast(q.device.type, enabled=False):
             scores = upcast(rotate(q, rope)) @ upcast(state["k"]).mT / math.sqrt(self.head_dim)
-        distance = rope.position[:, None] - torch.arange(self.config.block_size, device=q.device)
+        distance = rope.position[:, None] - torch.arange(self.room, device=q.device)
         log_D = log_mask(self.decay_rate(q.device, scores.dtype), distance)
-        A = F.softmax(scores + log_D, dim=-1)  # (B, H, 1, block_size)
+        A = F.softmax(scores + log_D, dim=-1)  # (B, H, 1, room)
         # the branches of a head read the same values: one matmul serves both, with a row for each
-        A = A.squeeze(2).unflatten(1, (-1, self.branches))  # (B, h, branches, block_size)
+        A = A.squeeze(2).unflatten(1, (-1, self.branches))  # (B, h, branches, room)
         y = A.to(v.dtype) @ state["v"]  # (B, h, branches, d_v)
         y = y.flatten(1, 2).unsqueeze(2)  # (B, H, 1, d_v)
         return self.subtract(y, lam)
@@ -375,8 +371,8 @@ def chunkwise(q, k, v, rate):
     such matrix, the state, in which older keys have faded more.
 
     q, k (B, H, T, f), v (B, H, T, d_v), rate = -log gamma (H, 1, 1). Returns (B, H, T, d_v). q and
-    k may have 1 in the place of B and H, as in decayed_cumsum. The cost is O(T), except for part 3 below: it grows with
-    N^2 and is as large as part 2 at N = CHUNK, that is at T = 4,096.
+    k may have 1 in the place of B and H, as in decayed_cumsum. The cost is O(T), except for part 3
+    below: it grows with N^2 and is as large as part 2 at N = CHUNK, that is at T = 4,096.
     """
     T = v.shape[2]
     # q was divided by z in float32. If the model is in bf16, a matmul of both would be an error
@@ -599,7 +595,7 @@ class GPT(nn.Module):
         """Read a prompt (B, T): its last logits, (B, 1, vocab_size), and the state for `step`.
 
         The state holds "length", the tokens so far, and "layers", a dict of tensors for each layer.
-        The softmax arms raise ValueError for more than block_size tokens.
+        The softmax arms raise ValueError for more tokens than their cache has room for.
         """
         state = {
             "length": torch.tensor([idx.shape[1]], device=idx.device),
@@ -654,9 +650,9 @@ class GPT(nn.Module):
 
     @torch.inference_mode()
     def _generate(self, idx, max_new_tokens, options, step):
-        # softmax's cache has room for block_size tokens, linear attention's state for any number
-        has_cache = isinstance(self.blocks[0].attn, Softmax)
-        room = self.config.block_size if has_cache else math.inf
+        # linear attention's state has room for any number of tokens
+        layer = self.blocks[0].attn
+        room = layer.room if isinstance(layer, Softmax) else math.inf
         if idx.shape[1] > room:
             idx = idx[:, -room:]
         logits, state = self.prefill(idx)

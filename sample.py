@@ -127,6 +127,9 @@ def main(argv=None):
 
     prompt = enc.encode(args.prompt, allowed_special={EOT}) or [enc.eot_token]
     idx = torch.tensor([prompt], device=device).repeat(args.num_samples, 1)
+    # a step reads the whole cache, so it should not be larger than the text will be
+    for block in model.blocks:
+        block.attn.room = min(model.config.block_size, len(prompt) + args.max_new_tokens)
     choose = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     choose["generator"] = torch.Generator(device).manual_seed(args.seed)
     with torch.autocast(device.type, torch.bfloat16, enabled=bf16):

@@ -518,6 +518,18 @@ def test_the_cache_holds_a_block_and_no_more(attn):
         model.step(random_tokens(1, 1), state)
 
 
+@pytest.mark.parametrize("attn", ["softmax", "diff"])
+def test_a_smaller_cache_gives_the_same_text(attn):
+    model = tiny_model(attn, block_size=64, decay=True)
+    idx = random_tokens(2, 7)
+    expected = generated(model, idx, 12, temperature=0)
+    for block in model.blocks:
+        block.attn.room = 7 + 12
+    assert torch.equal(generated(model, idx, 12, temperature=0), expected)
+    _, state = model.prefill(idx)
+    assert state["layers"][0]["k"].shape[2] == 7 + 12
+
+
 @each_arm
 def test_hooks_on_blocks_see_the_residual_stream(attn):
     model = tiny_model(attn)
