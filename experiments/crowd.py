@@ -194,7 +194,7 @@ GROUPS = {
 PHASE_ARMS = ("softmax norm", "softmax 2 heads norm", "diff norm")
 PHASE_PAIRS = (32, 64, 128)  # 256 and more need more steps than these, see the docstring
 PHASE_STEPS = 1500
-PHASE_TAU = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
+PHASE_TAU = (0.5, 1.0, 1.5, 2.0, 3.0)
 
 
 @dataclass(frozen=True)
