@@ -20,6 +20,7 @@ import re
 import signal
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ import report
 import train
 from bench import DESCRIPTION, conditions, describe_run
 from flags import comma_list, int_from_0, positive_number
+from model import GPTConfig
 
 MOST_EXTENSIONS = 3  # how often the range of rates grows, if the best one is at its edge
 BELONG_TO_THE_GRID = {"attn", "seed", "out", "restart"}
@@ -106,15 +108,19 @@ def refuse_shared_seeds(seeds, rates, choose_on):
 
 def refuse_other_settings(rows, flags, runs, rates=None):
     """ValueError, naming the difference, if a run there has other settings than now."""
-    free = ["seed", "lr"] if rates else ["seed"]  # the rates tried earlier count as tried
+    # only the data say the first three, and they are not open yet
+    free = {"vocab_size", "tokenizer", "data_sha256", "seed"}
+    if rates:
+        free.add("lr")  # the rates tried earlier count as tried
     configs = {row: train.parse([*flags, *own])[0] for row, own in rows.items()}
     for run in runs[runs["row"].isin(configs)].itertuples():
         differences = []
         for name in train.IDENTITY:
-            now = getattr(configs[run.row], name, None)
+            if name in free:
+                continue
+            now = getattr(configs[run.row], name)
             there = run.head.get(name)
-            # None is what only the data say, which are not open yet
-            if name not in free and now is not None and there != now:
+            if there != now:
                 differences.append(f"{name} is {there!r} there and {now!r} here")
         if differences:
             what = ", ".join(differences)
@@ -244,6 +250,7 @@ def read_runs(out):
             head, records = train.read_log(folder / "log.jsonl")
         except (ValueError, OSError):
             continue  # it has only just begun
+        head = asdict(GPTConfig()) | head  # an old log lacks the fields that came later
         run = describe_run(head, records)
         if not run["status"].startswith("stopped"):
             rows.append(dict(row=row, folder=str(folder), head=head) | run)

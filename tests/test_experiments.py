@@ -196,6 +196,25 @@ def test_a_folder_of_other_settings_is_refused_naming_them(trained):
     assert len(trained) == 3
 
 
+def test_a_setting_whose_default_is_none_is_a_setting(trained):
+    """An earlier command had --lambda_init=0.5, and this one has the paper's formula."""
+    grid.run_grid(ROWS, [3], ["--preset=toy", "--lambda_init=0.5"], Path("out"))
+    job = ROWS, [3, 4], ["--preset=toy"], Path("out")
+    assert_value_error("lambda_init is 0.5 there and None here", grid.run_grid, *job)
+    assert len(trained) == 3
+
+
+def test_a_log_without_a_field_that_came_later_has_its_default(trained):
+    grid.run_grid(ROWS, [3], ["--preset=toy"], Path("out"))
+    for log in Path("out").glob("*/log.jsonl"):
+        first, *rest = log.read_text().splitlines(keepends=True)
+        head = json.loads(first)
+        del head["subln_init"]
+        log.write_text(json.dumps(head) + "\n" + "".join(rest))
+    grid.run_grid(ROWS, [3], ["--preset=toy"], Path("out"))
+    assert len(trained) == 3
+
+
 def test_two_processes_don_t_train_the_same_run(trained):
     fcntl = pytest.importorskip("fcntl")
     folder = Path("out/softmax-seed3")
