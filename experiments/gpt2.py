@@ -254,6 +254,18 @@ def with_equal_time(rows, speeds, minutes, flags):
     return timed
 
 
+def refuse_other_settings(rows, flags, args):
+    """ValueError if a run of any arm has other settings than now: all that are there are published.
+    """
+    if args.minutes:
+        # an arm has the steps that its speed says. one without a speed has no runs yet
+        runs = grid.read_runs(args.out / "speed")
+        speeds = dict(zip(runs["row"], runs["tok_per_s"]))
+        measured = {row: own for row, own in rows.items() if row in speeds}
+        rows = with_equal_time(measured, speeds, args.minutes, flags)
+    grid.refuse_other_settings(rows, flags, grid.read_runs(args.out), args.rates)
+
+
 def train_all(rows, flags, args):
     left = runs_left(rows, args)
     print(f"{len(rows)} arms, {sum(left.values())} runs are left, or a few more where a best rate "
@@ -419,6 +431,8 @@ def main(argv=None):
     timed = ["--steps=1", "--warmup=0"] if args.minutes else []  # these will be each row's own
     whole = {row: [*own, *timed] for row, own in rows.items()}
     grid.refuse_flags_of_rows(whole, flags, args.rates)
+    if not args.publish:
+        refuse_other_settings(rows, flags, args)
     size = bytes_per_token(flags)  # before hours are spent: it needs the data
     if not args.publish:
         picked = grid.pick(questions[args.only] if args.only else rows, args.rows)

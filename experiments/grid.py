@@ -208,6 +208,8 @@ def reported(rows, seeds, runs, rates=None, choose_on=()):
 
 def train_if_free(own, row, seed, rate, flags, out):
     """Trains one run, from where it stopped. False if another process is training it."""
+    if STOP:  # before the lock, since we may be waiting for another process
+        raise Stopped(goes_on(out))
     short = re.sub(r"[^A-Za-z0-9_.]+", "-", row).strip("-")
     parts = [short, *([train.run_name_part("lr", rate)] if rate else []), f"seed{seed}"]
     folder = out / "-".join(parts)
@@ -224,8 +226,6 @@ def train_if_free(own, row, seed, rate, flags, out):
         file.truncate(0)
         json.dump(dict(row=row, flags=own), file)
         file.flush()
-        if STOP:
-            raise Stopped(goes_on(out))
         print(f"\n{row}, seed {seed}" + (f", rate {rate:g}" if rate else ""), flush=True)
         if train.main(command) == "stopped":
             raise Stopped(goes_on(out))
@@ -271,9 +271,10 @@ def train_and_collect(rows, args, flags):
     report.check_can_publish(args.out)
     refuse_flags_of_rows(rows, flags, args.rates)
     if not args.publish:
+        # of all rows, because whatever rows are there are published, not only those picked now
+        refuse_other_settings(rows, flags, read_runs(args.out), args.rates)
         picked = pick(rows, args.rows)
         run_grid(picked, args.seed, flags, args.out, args.rates, args.choose_on)
-    # whatever rows are there are published, not only those that were picked now
     return collect(rows, args)
 
 

@@ -247,6 +247,23 @@ def test_ctrl_c_ends_in_a_sentence_and_the_same_command_goes_on(trained, monkeyp
     assert len(grid.run_grid(*job)) == 3
 
 
+def test_ctrl_c_ends_a_wait_for_other_processes(trained, monkeypatch):
+    stop = []
+    monkeypatch.setattr(grid, "STOP", stop)
+
+    def busy(file, folder):
+        raise ValueError(f"{folder} is in use")
+
+    def sleep(seconds):
+        assert not stop, "it waits on"
+        stop.append(signal.SIGINT)
+
+    monkeypatch.setattr(grid.data, "lock", busy)
+    monkeypatch.setattr(grid.time, "sleep", sleep)
+    with pytest.raises(grid.Stopped):
+        grid.run_grid(ROWS, [3], ["--preset=toy"], Path("out"))
+
+
 def test_rows_are_picked_by_patterns():
     assert list(grid.pick(ROWS, "linear*")) == ["linear", "linear + decay"]
     assert list(grid.pick(ROWS, "*decay,softmax")) == ["softmax", "linear + decay"]
@@ -275,6 +292,14 @@ def test_toy_publishes_the_rows_that_are_there():
     expected = rows["diff"]["val loss"]["mean"] - rows["softmax"]["val loss"]["mean"]
     assert of["diff − softmax"]["without decay"]["mean"] == pytest.approx(expected)
     assert len(result["runs"]) == 3 + 2 * 4
+
+
+def test_rows_of_other_settings_are_not_published_beside_those_that_are_picked(trained):
+    command = ["--rates=1e-3", "--seed=3", "--out=."]
+    toy.main([*command, "--rows=softmax"])
+    job = [*command, "--rows=diff", "--steps=100"]
+    assert_value_error("steps is 500 there and 100 here", toy.main, job)
+    assert len(trained) == 1
 
 
 def test_every_row_of_the_toy_is_another_model():

@@ -374,6 +374,18 @@ def test_minutes_gives_every_arm_the_same_time(tmp_path):
     assert [log.read_bytes() for log in logs] == before
 
 
+def test_arms_of_other_settings_are_not_published_beside_those_that_are_picked():
+    short = [*SMALL, "--rates=1e-2", "--seed=2", "--steps=2", "--out=out"]
+    gpt2.main([*short, "--rows=softmax"])
+    says = "eval_tokens is 256 there and 64 here"
+    job = [*short, "--rows=diff", "--eval_tokens=64"]
+    assert_value_error(says, gpt2.main, job)
+    timed = [*SMALL, "--out=timed"]
+    gpt2.main([*timed, "--rows=softmax", "--minutes=0.01"])
+    job = [*timed, "--rows=diff", "--minutes=0.02"]
+    assert_value_error("steps is .* there and .* here", gpt2.main, job)
+
+
 def test_minutes_refuses_what_would_not_be_fair():
     short = [*SMALL, "--rows=softmax", "--minutes=0.000001"]
     assert_value_error("give it more", gpt2.main, short)
