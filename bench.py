@@ -47,6 +47,11 @@ def describe_run(head, records):
     """
     last = records[-1] if records else dict(step=0)
     row = {name: head.get(name) for name in SETTINGS}
+    for record in records:
+        # a run may resume on another card, which is then a condition of its result as well
+        for name, value in record.get("resumed", {}).items():
+            if name in CONDITIONS:
+                row[name] = f"{row[name]}, then {value}"
     row["status"] = f"stopped at step {last['step']:,} of {head['steps']:,}"
     row["tokens"] = last.get("tokens")
     row["loss"] = math.nan
@@ -63,6 +68,24 @@ def describe_run(head, records):
 def conditions(runs):
     """What the runs were made with, for publish's about."""
     return {name: ", ".join(map(str, runs[name].unique())) for name in CONDITIONS}
+
+
+def without_diverged(runs, by="row"):
+    """The runs of the rows in which no run diverged. Any other row has no mean to be compared.
+
+    The mean of the runs that are left would be that of the survivors, which may be the better ones.
+    by: the column that names a run's row.
+    """
+    diverged = runs[by][runs["status"].str.startswith("diverged")]
+    return runs[~runs[by].isin(diverged)]
+
+
+def noise_pools(runs):
+    """The column `pool` of report.Noise: which runs share a standard deviation."""
+    # where nothing is forgotten, the runs of linear attention differ far more by seed
+    loud = runs["attn"].str.contains("linear") & ~runs["decay"].astype(bool)
+    others = "all other rows" if loud.any() else "all rows"
+    return loud.map({True: "linear attention without decay", False: others})
 
 
 def unit(runs):
@@ -120,6 +143,7 @@ def read_runs(folders):
     order = {attn: i for i, attn in enumerate(ATTENTION)}
     runs = runs[~again].sort_values(["arm", "seed"])
     runs = runs.sort_values("attn", key=lambda attn: attn.map(order), kind="stable")
+    runs["pool"] = noise_pools(runs)
     evals = pd.DataFrame(evals, columns=["run", "seed", "tokens", "val_loss"])
     return runs, evals, pd.DataFrame(others)
 
@@ -140,11 +164,13 @@ def softmax_beside(runs, but_for=()):
 
 def summarize(runs, beside):
     """A table with a row for each arm, and the sentences of the noise behind its intervals.
-    beside: {arm: the arm that it is compared to}."""
-    noise = report.Noise(runs.assign(row=runs["arm"], pool="all arms"))
+    beside: {arm: the arm that it is compared to}. An arm with a run that diverged has no mean."""
+    noise = report.Noise(without_diverged(runs.assign(row=runs["arm"])))
     table = []
     for arm, group in runs.groupby("arm", sort=False):
-        found = {"arm": arm, "n": int(group["loss"].count()), "val loss": noise.mean(arm)}
+        found = {"arm": arm, "n": int(group["loss"].count())}
+        found["diverged"] = int(group["status"].str.startswith("diverged").sum())
+        found["val loss"] = noise.mean(arm)
         found["− softmax"] = noise.difference(arm, beside[arm]) if arm in beside else None
         found["tokens"] = group["tokens"].max()
         found["tok/s"] = group["tok_per_s"].median()
@@ -155,10 +181,13 @@ def summarize(runs, beside):
 def at_best_rates(runs):
     """The runs of each arm at the rate with its lowest mean loss, and {arm: that rate in words}.
     Their arms are named without the rate."""
-    losses = runs.groupby(["but for the rate", "lr"])["loss"]
-    rates = losses.agg(["count", "mean"]).reset_index()
-    # most seeds first: one that is missing may have been the bad one
-    rates = rates.sort_values(["count", "mean"], ascending=[False, True])
+    runs = runs.assign(diverged=runs["status"].str.startswith("diverged"))
+    by_rate = runs.groupby(["but for the rate", "lr"], as_index=False)
+    rates = by_rate.agg(
+        diverged=("diverged", "any"), count=("loss", "count"), mean=("loss", "mean"))
+    # a rate at which a run diverged is the worst. then most seeds first: one that is missing may
+    # have been the bad one
+    rates = rates.sort_values(["diverged", "count", "mean"], ascending=[True, False, True])
     best = rates.drop_duplicates("but for the rate")
     words = {}
     for arm, rate in zip(best["but for the rate"], best["lr"]):
@@ -193,7 +222,8 @@ def loss_finding(table):
 
 
 def loss_figure(runs, curves, title, unit):
-    """The curves after the first tenth above the final losses, a dot for each run."""
+    """The curves after the first tenth above the final losses, a dot for each run of the arms that
+    have a mean."""
     rows = 0.5 * runs["arm"].nunique()  # inches
     heights = dict(height_ratios=[4, 1.5 + rows])
     figure, (above, below) = report.new_figure(2, size=(8, 6 + rows), gridspec_kw=heights)
@@ -212,7 +242,8 @@ def loss_figure(runs, curves, title, unit):
     report.short_numbers(above.xaxis)
     report.label_ends(above)
 
-    report.dot_plot(below, runs, "loss", row="arm")
+    # with the intervals of the table
+    report.dot_plot(below, without_diverged(runs, by="arm"), "loss", row="arm", pool="pool")
     below.set(xlabel=f"final val loss, {unit}: left is better")
     report.add_title(figure, title)
     return figure
@@ -222,8 +253,11 @@ def loss(args):
     """Final losses and curves of the runs below some folders.
 
     Runs that differ in the seed alone are one arm. The standard deviation of a run is pooled over
-    the arms, and every mean and every difference has a 95 % interval from it (Student's t). An arm
-    is compared to softmax with the same settings: all of them but those of the norm and of lambda.
+    the arms: over those of linear attention without decay, which is noisier, and over all others.
+    Every mean and every difference has a 95 % interval from it (Student's t, Welch's between the
+    two pools). An arm with a run that diverged has no mean, because the runs that are left may be
+    the better ones. An arm is compared to softmax with the same settings: all of them but those of
+    the norm and of lambda.
     Where there are several rates, a second table has each arm at its own best. The figure leaves
     out the fall of the first tenth, which is alike for all.
     """
@@ -232,16 +266,18 @@ def loss(args):
     about = conditions(runs) | noise
     tables = {f"Final val loss, {unit(runs)}: mean of n runs, ± half of a 95 % interval": table}
     shown = runs
+    how = ""
     if runs["lr"].nunique() > 1:  # one rate for all may suit one arm only
         shown, rates = at_best_rates(runs)
         table, noise = summarize(shown, softmax_beside(shown, but_for=["lr"]))
         table.insert(1, "rate", table["arm"].map(rates))
         about |= {f"{key} at the best rates": text for key, text in noise.items()}
-        tables["Each arm at the best of its rates, chosen on these same runs"] = table
+        how = ", each arm at the best of its rates, chosen on these same runs"
+        tables[f"Final val loss{how}"] = table
     if len(others):
         tables["Runs that are left out"] = others
     curves = evals.merge(shown[["run", "arm"]])
-    figure = loss_figure(shown, curves, loss_finding(table), unit(runs))
+    figure = loss_figure(shown, curves, loss_finding(table) + how, unit(runs))
     runs = runs.rename(columns={"loss": "val loss", "tok_per_s": "tok/s"})
     report.publish(args.out, "loss", about, tables, figure, runs)
 
@@ -344,7 +380,8 @@ def time_arms(args, case):
     first = next(iter(arms))
     builders = {arm: partial(case.build, args, *arms[arm], case.B, case.T) for arm in arms}
     facts, seconds = time_interleaved(builders, args.repeats)
-    rows = {arm: dict(part=case.part, T=case.T, arm=arm) | facts[arm] for arm in arms}
+    size = dict(part=case.part, T=case.T, sequences=case.B)
+    rows = {arm: size | dict(arm=arm) | facts[arm] for arm in arms}
     timings = []
     for (arm, what), values in seconds.items():
         rows[arm][f"{what}, tokens/s"] = case.tokens / float(np.median(values))

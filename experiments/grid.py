@@ -29,7 +29,7 @@ import pandas as pd
 import data
 import report
 import train
-from bench import DESCRIPTION, conditions, describe_run
+from bench import DESCRIPTION, conditions, describe_run, without_diverged
 from flags import comma_list, int_from_0, positive_number
 from model import GPTConfig
 
@@ -294,15 +294,6 @@ def collect(rows, args):
         table = rates_table(every_run, rows, args.choose_on)
         rates[f"Val loss by rate, mean over the seeds {choosing_seeds} that chose it"] = table
     return Result(runs, every_run, about, rates)
-
-
-def without_diverged(runs):
-    """The runs of the rows in which no run diverged. Any other row has no mean to be compared.
-
-    The mean of the runs that are left would be that of the survivors, which may be the better ones.
-    """
-    diverged = runs["row"][runs["loss"].isna()]
-    return runs[~runs["row"].isin(diverged)]
 
 
 def losses_table(runs, noise):

@@ -201,10 +201,9 @@ def rows_of_controls(flags):
 
 def add_pools(runs):
     """The runs with the column `pool` of report.Noise: some rows differ more by seed."""
-    # where nothing is forgotten, the runs of linear attention differ far more by seed
-    loud = runs["attn"].str.contains("linear") & ~runs["decay"].astype(bool)
-    names = {True: "linear attention without decay", False: "all other rows"}
-    return runs.assign(pool=loud.map(names))
+    # three of the four heads of this arm never forget
+    forgets = runs["decay"].astype(bool) & (runs["attn"] != "linear_one_short_head")
+    return runs.assign(pool=bench.noise_pools(runs.assign(decay=forgets)))
 
 
 def differences_table(noise):

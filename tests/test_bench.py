@@ -271,10 +271,15 @@ def test_figure_and_table_agree_where_there_are_pools():
 
 
 def fake_run(name, attn, seed, loss, reached=100, **settings):
-    """The log of a run of 100 steps that was stopped at the step `reached`."""
+    """The log of a run of 100 steps that was stopped at the step `reached`.
+
+    Without a loss it diverged there.
+    """
     head = dict(attn=attn, seed=seed, steps=100, n_head=4, lr=1e-3) | settings
-    half = dict(step=reached // 2, tokens=500 * reached, val_loss=loss + 1)
+    half = dict(step=reached // 2, tokens=500 * reached, val_loss=(loss or 4.0) + 1)
     last = dict(step=reached, tokens=1000 * reached, val_loss=loss, tok_per_s=100.0)
+    if loss is None:
+        last = dict(step=reached, tokens=1000 * reached, not_finite="train_loss nan")
     Path(name).mkdir()
     lines = [json.dumps(row) + "\n" for row in (head, half, last)]
     Path(name, "log.jsonl").write_text("".join(lines))
@@ -312,11 +317,11 @@ def test_loss_by_hand():
     assert softmax["tok/s"] == 100
     assert rows["diff"]["− softmax"]["mean"] == pytest.approx(0.4)
     assert rows["diff"]["− softmax"]["error"] == pytest.approx(half, rel=1e-3)
-    assert rows["linear"]["− softmax"]["mean"] == 0.0
-    assert rows["linear"]["− softmax"]["error"] == pytest.approx(half * math.sqrt(1.5), rel=1e-3)
+    # linear attention without decay is a pool of its own, of which nothing is known here
+    assert rows["linear"]["− softmax"] == {"mean": 0.0, "error": None}
 
     result = json.loads(Path("results/loss.json").read_text())
-    said = result["about"]["noise of all arms"]
+    said = result["about"]["noise of all other rows"]
     assert said.startswith("the sd of a run is 0.6403 (2 degrees of freedom)")
     runs = {run["run"]: run for run in result["runs"]}
     assert list(runs) == ["a1", "a2", "b1", "b2", "c1", "c2"]
@@ -331,6 +336,42 @@ def test_what_became_of_a_run():
     assert [run["status"] for run in said] == [
         "stopped at step 0 of 9", "stopped at step 3 of 9", "diverged: train_loss nan"]
     assert [run["tok_per_s"] for run in said[1:]] == [5.0, 5.0]
+
+
+def test_an_arm_with_a_run_that_diverged_has_no_mean():
+    fake_run("a1", "softmax", 1, 2.0)
+    fake_run("a2", "softmax", 2, 3.0)
+    fake_run("b1", "diff", 1, 1.0)
+    fake_run("b2", "diff", 2, None, reached=60)
+    table, others = measured("loss", ".")
+    assert others == [dict(run="b2", status="diverged: train_loss nan")]
+    softmax, diff = table
+    assert (softmax["n"], softmax["diverged"], softmax["val loss"]["mean"]) == (2, 0, 2.5)
+    # the 1.0 of the run that is left is not the mean of the arm
+    assert (diff["n"], diff["diverged"], diff["val loss"], diff["− softmax"]) == (1, 1, None, None)
+
+
+def test_a_rate_at_which_a_run_diverged_is_not_the_best(monkeypatch):
+    titles = []
+    monkeypatch.setattr(report, "add_title", lambda figure, title: titles.append(title))
+    for seed in (1, 2):
+        fake_run(f"a{seed}", "diff", seed, 3.0)
+        fake_run(f"b{seed}", "diff", seed, 2.0, lr=2e-3)
+    fake_run("b3", "diff", 3, None, lr=2e-3)
+    table, (best,), others = measured("loss", ".")
+    assert best["rate"] == "0.001 (at the edge)"
+    assert best["val loss"]["mean"] == 3.0
+    # the losses that are shown are those that chose the rate
+    assert titles[0].endswith("chosen on these same runs")
+
+
+def test_a_run_that_resumed_on_another_card_names_both():
+    head = dict(steps=9, device_name="A100", torch="2.9", dtype="bfloat16")
+    records = [dict(step=3), dict(step=3, resumed=dict(device_name="H100", device="cuda:1"))]
+    run = bench.describe_run(head, records)
+    assert run["device_name"] == "A100, then H100"
+    assert (run["torch"], run["dtype"]) == ("2.9", "bfloat16")
+    assert bench.conditions(pd.DataFrame([run]))["device_name"] == "A100, then H100"
 
 
 def test_an_arm_is_compared_to_softmax_with_the_same_settings():
@@ -469,6 +510,7 @@ def test_ratios_are_taken_within_a_round(monkeypatch):
     monkeypatch.setattr(bench, "time_interleaved", lambda *args: (facts, seconds))
     args = Namespace(arms=["softmax", "diff"], kernel=["auto"], repeats=3)
     rows, timings = bench.time_arms(args, bench.Case("part", print, B=4, T=8, tokens=32))
+    assert rows[0]["sequences"] == 4
     assert rows[0]["f, tokens/s"] == 32
     assert rows[1]["f, tokens/s"] == 16
     assert rows[1]["f, × softmax"] == (0.5, 0.0)

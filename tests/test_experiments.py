@@ -156,7 +156,7 @@ def test_the_table_of_rates_shows_what_diverged_and_what_is_missing():
 def test_a_row_with_a_run_that_diverged_has_no_mean_and_no_difference():
     runs = pd.DataFrame(dict(
         row=list("aabbb"), loss=[1.0, 1.2, 0.1, math.nan, 0.1], lr=1e-3, at_edge=False,
-        parameters=1,
+        parameters=1, status=["finished"] * 3 + ["diverged: train_loss nan", "finished"],
     ))
     noise = report.Noise(grid.without_diverged(runs))
     a, b = grid.losses_table(runs, noise).to_dict("records")
@@ -320,6 +320,18 @@ def test_every_row_of_the_toy_is_another_model():
     assert set(compared) == set(toy.ARMS)
     controls = [row for _, *pair in toy.CONTROL_COMPARISONS for row in pair]
     assert set(controls) == set(toy.rows_of_controls([]))
+
+
+def test_the_rows_of_the_toy_that_never_forget_are_a_pool():
+    toy.register()
+    rows = toy.rows_of_arms([]) | toy.rows_of_controls([])
+    runs = pd.DataFrame([vars(train.parse(own)[0]) for own in rows.values()]).assign(row=list(rows))
+    pools = toy.add_pools(runs).set_index("row")["pool"]
+    loud = set(pools[pools == "linear attention without decay"].index)
+    assert loud == {
+        "linear", "linear 2 heads", "diff_linear", "diff_linear no norm",
+        "linear one short head", "linear token shift", "linear no rotation",
+    }
 
 
 @pytest.mark.parametrize("experiment, flag", [
