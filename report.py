@@ -115,28 +115,25 @@ class Noise:
         for pool, group in self.runs.groupby("pool", sort=False):
             self.pools[pool] = pooled_sd(group)
 
-    def of(self, *groups):
-        """The standard deviation of a run and its degrees of freedom, for the runs of a row or for
-        the difference of two rows.
+    def half_width(self, *groups, level=0.95):
+        """Half of an interval of the mean of a row's runs, or of the difference of two such means.
 
         Rows of two pools get Welch's interval. The variance of their difference is
-        s_a^2 / n_a + s_b^2 / n_b, and the degrees of freedom are Satterthwaite's. What is returned
-        is the one standard deviation of a run with which half_width() comes to that variance.
+        s_a^2 / n_a + s_b^2 / n_b, and the degrees of freedom are Satterthwaite's. With one pool
+        both are what Student's interval has.
         """
-        parts = {}  # what each pool adds to the variance of the difference
+        parts = {}  # what each pool adds to the variance of the mean or the difference
         for group in groups:
             pool = group["pool"].iloc[0]
             sd, dof = self.pools[pool]
             if dof == 0:  # no row of this pool has two runs
-                return math.nan, 0
+                return math.nan
             parts[pool] = parts.get(pool, 0) + sd**2 / len(group)
         variance = sum(parts.values())
-        # one pool needs no formula, and where no run differs there is nothing to divide by
-        if len(parts) == 1 or variance == 0:
-            return sd, dof
+        if variance == 0:  # no run differs, and below there would be nothing to divide by
+            return 0.0
         shares = [part**2 / self.pools[pool][1] for pool, part in parts.items()]
-        sd = math.sqrt(variance / sum(1 / len(group) for group in groups))
-        return sd, variance**2 / sum(shares)
+        return half_width(math.sqrt(variance), variance**2 / sum(shares), 1, level=level)
 
     def losses(self, row):
         """The runs of a row that have a loss."""
@@ -147,7 +144,7 @@ class Noise:
         a = self.losses(row)
         if a.empty:
             return None
-        return MeanError(float(a["loss"].mean()), half_width(*self.of(a), len(a)))
+        return MeanError(float(a["loss"].mean()), self.half_width(a))
 
     def difference(self, row, base, level=0.95):
         """The mean loss of a row less that of the row `base`, with its interval of that level. It
@@ -157,7 +154,7 @@ class Noise:
         if a.empty or b.empty:
             return None
         mean = float(a["loss"].mean() - b["loss"].mean())
-        return MeanError(mean, half_width(*self.of(a, b), len(a), len(b), level=level))
+        return MeanError(mean, self.half_width(a, b, level=level))
 
     def sentences(self):
         """For each pool, how loud it is and how far apart two means must be. For publish's about.
@@ -233,7 +230,11 @@ def format_cell(x):
         format_cell(MeanError(0.0314, 0.01)), format_cell(12345.6)      # "0.031 ± 0.010", "12,346"
     """
     if isinstance(x, MeanError):
-        digits = 0 if abs(x.mean) >= 1000 else 3
+        digits = 3
+        if abs(x.mean) >= 1000:
+            digits = 0
+        elif 0 < x.error < 0.001:
+            digits = min(6, -math.floor(math.log10(x.error)))  # else the error would look like 0
         known = [f"{value:,.{digits}f}" for value in x if not math.isnan(value)]
         return " ± ".join(known) or "–"
     if x is None or x != x:

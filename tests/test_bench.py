@@ -127,6 +127,7 @@ def test_runs_that_do_not_differ_have_an_interval_of_no_width():
     "cell, text",
     [
         (MeanError(0.03144, 0.0099), "0.031 ± 0.010"),
+        (MeanError(0.03144, 0.00012), "0.0314 ± 0.0001"),
         (MeanError(-12345.6, 7.8), "-12,346 ± 8"),
         (MeanError(2.5, math.nan), "2.500"),
         (MeanError(math.nan, math.nan), "–"),
