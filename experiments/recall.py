@@ -2,7 +2,7 @@
 Which attention finds what it needs among noise? Every arm learns it on texts made for it.
 
     python -m experiments.recall            # four arms, two rates, three seeds: some minutes
-    python -m experiments.recall --decay
+    python -m experiments.recall --decay    # the same with masks that forget: a page of its own
 
 A text holds N pairs of a key and a value at random places among fillers. At its end stand R of the
 keys, and the model has to answer with their values. Tables 2 and 3 and Figures 5 and 7 of arXiv
@@ -150,7 +150,7 @@ def do_run(job):
     return rows, attention
 
 
-def draw(df):
+def draw(df, decay):
     """Accuracy by the number of pairs, by length, by depth, each arm at its best rate."""
     figure, axes = report.new_figure(columns=3, size=(16, 4.4), sharey=True)
     labels = {"pairs": "pairs in a text of 64 tokens", "length": "tokens of the text, 4 pairs",
@@ -162,6 +162,9 @@ def draw(df):
     axes[1].set_xscale("log", base=2)
     axes[1].axvline(T_TRAIN, color="#777777", linewidth=1)
     report.label_ends(axes[2])
+    task = "The value of a key among noise" + (", with decay" if decay else "")
+    report.add_title(figure, f"{task}: how often it is found. Each arm at the best of its rates, "
+                             "chosen on the seeds that are shown")
     return figure
 
 
@@ -177,7 +180,7 @@ def main(argv=None):
     p.add_argument("--texts", type=int, default=256, help="texts behind a figure (256)")
     p.add_argument("--procs", type=int, default=os.cpu_count(), help="runs at once (the cores)")
     p.add_argument("--device", default="cpu", help="cpu, cuda, ... (cpu: the models are tiny)")
-    p.add_argument("--out", type=Path, default="out/bench",
+    p.add_argument("--out", type=Path, default="out/recall",
                    help="folder of the result (%(default)s)")
     args = p.parse_args(argv)
     report.check_can_publish(args.out)
@@ -206,8 +209,9 @@ def main(argv=None):
     about = report.conditions(
         torch.device(args.device), steps=args.steps, decay=args.decay, seeds=args.seed, batch=BATCH,
         texts=args.texts, guessing=1 / VALUES)
-    figure = draw(df[df["lr"] == df["attn"].map(best_rate)])
-    report.publish(args.out, "recall", about, tables, figure, df)
+    figure = draw(df[df["lr"] == df["attn"].map(best_rate)], args.decay)
+    name = "recall_decay" if args.decay else "recall"  # two commands, two pages
+    report.publish(args.out, name, about, tables, figure, df)
 
 
 if __name__ == "__main__":

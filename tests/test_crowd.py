@@ -281,7 +281,14 @@ def test_recall_attention_of_a_flat_map():
 def test_recall_from_training_to_the_page(tmp_path, monkeypatch):
     monkeypatch.setattr(recall, "LENGTHS", (32, 64))
     flags = ["--seed=1,2", "--lr=1e-3", "--steps=2", "--texts=4", "--procs=1"]
+    titles = []
+    monkeypatch.setattr(recall.report, "add_title", lambda figure, title: titles.append(title))
     recall.main([*flags, f"--out={tmp_path}"])
+    without = (tmp_path / "recall.json").read_bytes()
+    recall.main([*flags, "--decay", f"--out={tmp_path}"])
+    assert (tmp_path / "recall.json").read_bytes() == without
+    assert json.loads((tmp_path / "recall_decay.json").read_text())["about"]["decay"] is True
+    assert ["with decay" in title for title in titles] == [False, True]
     published = json.loads((tmp_path / "recall.json").read_text())
     runs = {(row["attn"], row["seed"]) for row in published["runs"]}
     assert runs == {(attn, seed) for attn in recall.ATTENTION for seed in (1, 2)}
