@@ -34,25 +34,25 @@ def rows_of_table_6(flags):
     }
 
 
-def table_6(rows, runs, flags):
+def table_6(runs):
     """The table, and the statistics behind it."""
     noise = report.Noise(grid.without_diverged(runs))
     table = grid.losses_table(runs, noise)
     heads = []
     sizes = []
     norms = []
-    for row in table["row"]:
-        # what the flags come to, and not what the row's name says
-        config = train.parse([*flags, *rows[row]])[0]
-        branches = ATTENTION[config.attn].branches
-        heads.append(config.n_head // branches)
-        sizes.append(config.n_embd // config.n_head)  # n_head counts those of softmax
-        norms.append(branches == 2 if config.subln is None else config.subln)
+    for _, group in runs.groupby("row", sort=False):
+        # what the runs say, and not what the row's name or the flags of this command say
+        run = group.iloc[0]
+        branches = ATTENTION[run["attn"]].branches
+        heads.append(int(run["n_head"] // branches))
+        sizes.append(int(run["n_embd"] // run["n_head"]))  # n_head counts those of softmax
+        norms.append(branches == 2 if pd.isna(run["subln"]) else bool(run["subln"]))
     table.insert(1, "heads", heads)
     table.insert(2, "d", sizes)
     table.insert(3, "norm", norms)
     # the paper compares every row with its first one, the Transformer
-    first = next(iter(rows))
+    first = "Transformer"
     differences = [None if row == first else noise.difference(row, first) for row in table["row"]]
     table["− Transformer"] = pd.Series(differences, dtype=object)
     return table, noise
@@ -62,9 +62,11 @@ def main(argv=None):
     p = grid.parser("python -m experiments.ablations", __doc__, "out/ablations",
                     seeds="3,4,5,6,7", rates="2e-3,4e-3", choose_on="1,2")
     args, flags = p.parse_known_args(argv)
+    if "preset" not in grid.flag_names(flags):
+        flags = ["--preset=toy", *flags]  # also where train.py's default would be gpt2
     rows = rows_of_table_6(flags)
     result = grid.train_and_collect(rows, args, flags)
-    table, noise = table_6(rows, result.runs, flags)
+    table, noise = table_6(result.runs)
     unit = bench.unit(result.runs)
     figure, (ax,) = report.new_figure(size=(9, 5))
     report.dot_plot(ax, noise.runs, "loss", row="row")

@@ -386,6 +386,16 @@ def test_ablations_are_the_rows_of_table_6():
     assert rows[3]["− Transformer"]["mean"] == pytest.approx(losses[3] - losses[0])
 
 
+def test_table_6_says_what_the_runs_were_and_they_are_the_toy_by_default(trained):
+    command = ["--rates=1e-3", "--seed=3", "--out=."]
+    ablations.main(command)
+    assert all("--preset=toy" in flags for flags in trained)
+    # the flags of a command that only publishes are not those of the runs
+    ablations.main([*command, "--publish", "--n_embd=64"])
+    first, *_ = table_of(published("ablations"))
+    assert (first["heads"], first["d"]) == (4, 32)
+
+
 def test_the_steps_of_the_ladder_are_those_of_its_bytes(monkeypatch):
     monkeypatch.setattr(ladder, "SIZES", [16, 32])
     rows = ladder.rows_of_sizes(["--batch_size=2", "--block_size=16"])
