@@ -30,6 +30,8 @@ from flags import comma_list, positive_int
 from model import GPT, Softmax, open_device
 
 MANUAL = "pydoc_data.topics"  # what a run's log calls the manual that ships with Python
+# of a dot_plot, where the ± of the tables is each arm's own standard deviation
+BARS = "bars: 95 % intervals of the means, from the sd that all arms share"
 
 
 # checkpoints and their data
@@ -258,7 +260,7 @@ def slices(args, checkpoints):
     df = to_long(rows, ["AR-hits", "the rest"], "slice", "loss")
     figure, (ax,) = report.new_figure(size=(9, 2 + 0.6 * df["arm"].nunique()))
     report.dot_plot(ax, df, "loss", row="arm", condition="slice")
-    ax.set(xlabel="val loss, nats per token")
+    ax.set(xlabel=f"val loss, nats per token\n{BARS}")
     report.add_title(figure, "What the context held before (hollow), and the rest (filled)")
     about = text.about | {"tokens": hits.size, "context": text.block, "never a hit": rule}
     publish(args, "slices", about, tables, figure, rows)
@@ -611,8 +613,10 @@ def hellaswag(args, checkpoints):
     """Zero-shot accuracy on HellaSwag, 10,042 unfinished stories with four endings (Section 3.1).
 
     Normalised accuracy: the ending whose tokens have the smallest mean loss, after the context
-    and a space. Beside it the accuracy by the sum of the losses. Guessing gets 0.25. A context
-    too long for the block is cut from the left.
+    and a space. (The acc_norm of lm-evaluation-harness divides the sum of the losses by the
+    characters of the ending and not by its tokens, so the two may differ.) Beside it the accuracy
+    by the sum of the losses. Guessing gets 0.25. A context too long for the block is cut from the
+    left.
     """
     import datasets
 
@@ -641,7 +645,7 @@ def hellaswag(args, checkpoints):
     figure, (ax,) = report.new_figure(size=(8, 2 + 0.5 * len(table)))
     report.dot_plot(ax, pd.DataFrame(rows), "accuracy, normalised", row="arm")
     ax.axvline(0.25, color="black", linewidth=0.8, linestyle=":")
-    ax.set(xlabel="normalised accuracy (dotted: guessing)")
+    ax.set(xlabel=f"normalised accuracy (dotted: guessing)\n{BARS}")
     report.add_title(figure, "HellaSwag, zero-shot")
     about = {"source": args.source, "stories": len(stories), "context": block}
     publish(args, "hellaswag", about, {"HellaSwag, zero-shot": table}, figure, rows)
@@ -694,6 +698,10 @@ def maps(args, checkpoints):
     negative. The table is of all layers, the figure of one: the mean over the heads, and then the
     heads one by one, at most four.
     """
+    tokenizers = {checkpoint.enc.name for checkpoint in checkpoints}
+    if len(tokenizers) > 1:  # their maps have other tokens, and the figure writes them only once
+        names = " and ".join(sorted(tokenizers))
+        raise ValueError(f"--ckpt: maps need checkpoints of one tokenizer, these have {names}")
     layer = args.layer or min(checkpoint.model.config.n_layer for checkpoint in checkpoints)
     rows = []
     shown = {}

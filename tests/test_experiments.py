@@ -5,6 +5,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -677,6 +678,15 @@ def test_maps_show_both_branches_of_a_difference():
         torch.testing.assert_close(maps["A_1 − λA_2"], layer.map(x))
         difference = maps["A_1"] - layer.lambda_full() * maps["A_2"]
         torch.testing.assert_close(maps["A_1 − λA_2"], difference)
+
+
+def test_maps_of_two_tokenizers_are_refused(monkeypatch):
+    # that of gpt2 would be downloaded
+    monkeypatch.setattr(checkpoints, "get_tokenizer", lambda name: SimpleNamespace(name=name))
+    for tokenizer in ("bytes", "gpt2"):
+        run = dict(data="some text", data_sha256=tokenizer, seed=1)
+        tiny("diff").save(f"{tokenizer}.pt", tokenizer=tokenizer, step=1, run=run)
+    assert_value_error("one tokenizer", measure, "maps", "--ckpt", "bytes.pt", "gpt2.pt")
 
 
 def test_hellaswag_by_hand():
