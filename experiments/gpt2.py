@@ -50,6 +50,7 @@ With --minutes, each arm gets as many steps as it makes in that time at its meas
 compilation and evaluations. The rate warms up over a tenth of the steps at most and falls to 0 at
 the end of the run. All arms have the preset's peak rate (or --lr) and seed 1 (or those of --seed).
 """
+import json
 import math
 
 import pandas as pd
@@ -431,9 +432,12 @@ def main(argv=None):
     timed = ["--steps=1", "--warmup=0"] if args.minutes else []  # these will be each row's own
     whole = {row: [*own, *timed] for row, own in rows.items()}
     grid.refuse_flags_of_rows(whole, flags, args.rates)
+    known = args.out / "bytes_per_token.json"  # so that --publish does not need the data
     if not args.publish:
         refuse_other_settings(rows, flags, args)
-    size = bytes_per_token(flags)  # before hours are spent: it needs the data
+    if not args.publish or not known.exists():
+        known.write_text(json.dumps(bytes_per_token(flags)))  # before hours are spent
+    size = json.loads(known.read_text())
     if not args.publish:
         picked = grid.pick(questions[args.only] if args.only else rows, args.rows)
         train_all(picked, flags, args)

@@ -2,7 +2,7 @@
 Does it hold as the model and the data grow?
 
     python prepare_fineweb.py --tokenizer=bytes --tokens=3e7 --out=data/fineweb_edu_bytes
-    python -m experiments.ladder            # 56 runs or more, up to half an hour each
+    python -m experiments.ladder            # 70 runs or more, up to half an hour each
     python -m experiments.ladder --publish  # what is there by now
 
 Two sizes, 4 blocks of 64 and 128 channels, on 10 bytes of text for each parameter of the blocks.

@@ -14,9 +14,9 @@ so that it has the parameters of softmax.
 
 Each row has its own best rate, chosen on seeds 1 and 2, and is reported on seeds 3 to 7. The
 intervals are 95 % intervals of Student's t with a standard deviation that is pooled over the
-rows: one for linear attention without decay, which is noisier, and one for all other rows. A
-difference of rows from both has Welch's interval. Of some thirty comparisons one or two will be
-beyond their interval by chance. Other flags are train.py's.
+rows: one for linear attention of which most heads never forget, which is noisier, and one for all
+other rows. A difference of rows from both has Welch's interval. Of some thirty comparisons one or
+two will be beyond their interval by chance. Other flags are train.py's.
 
 What we predicted before the first run:
 

@@ -345,6 +345,7 @@ def test_arms_without_a_partner_are_published_without_a_comparison(tmp_path):
     # there is a single rate, so none has to be chosen on seed 1
     command = [*SMALL, "--rows=linear*", "--rates=1e-2", "--seed=2,3", "--steps=2", "--out=out"]
     gpt2.main(command)
+    gpt2.main([*command, "--publish", "--data=nowhere"])  # what is there needs no data
     (table,) = published(tmp_path / "out/gpt2")["tables"].values()
     assert [row["arm"] for row in table] == ["linear half the heads + decay", "linear + decay"]
     assert {row["rate"] for row in table} == {"0.01"}
