@@ -23,11 +23,6 @@ T_2 = 4.3027
 T_3 = 3.1824
 
 
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.fixture
 def tiny_toy(monkeypatch):
     """The toy preset so small that speed and decode take a moment."""

@@ -24,16 +24,6 @@ torch.set_num_threads(1)  # on tensors this small, threads only wait for one ano
 TINY = dict(block_size=32, vocab_size=97, n_layer=2, n_head=4, n_embd=32)
 
 
-@pytest.fixture(autouse=True)
-def clean_table(tmp_path, monkeypatch):
-    """An empty folder for each test. The arms that it registers are gone after it."""
-    monkeypatch.chdir(tmp_path)
-    before = dict(model_module.ATTENTION)
-    yield
-    model_module.ATTENTION.clear()
-    model_module.ATTENTION.update(before)
-
-
 def tiny(attn, seed=1337, **overrides):
     return GPT(GPTConfig(attn=attn, **TINY | overrides), seed)
 
@@ -55,7 +45,10 @@ def table_of(result, number=0):
 
 @pytest.fixture
 def trained(monkeypatch):
-    """A list of what train.main was asked to train. It writes a log and trains nothing."""
+    """A list of what train.main was asked to train. It writes a log and trains nothing.
+
+    Above a rate of 0.01 every run diverges.
+    """
     commands = []
 
     def fake_main(argv):
@@ -66,6 +59,8 @@ def trained(monkeypatch):
         head = vars(config) | {"tokenizer": "bytes", "data": "some text", "data_sha256": "1"}
         head |= {"vocab_size": 257, "parameters": 1, "device_name": "cpu", "torch": "2"}
         last = {"step": config.steps, "tokens": 10, "val_loss": loss, "tok_per_s": 1.0}
+        if config.lr > 0.01:
+            last = {"step": 1, "not_finite": "train_loss nan"}
         lines = [json.dumps(head | {"date": "today"}, default=str), json.dumps(last)]
         (config.out / "log.jsonl").write_text("\n".join(lines) + "\n")
         return "finished"
@@ -125,7 +120,7 @@ def test_a_single_rate_is_used_and_not_chosen(trained):
     assert len(trained) == 1
 
 
-def test_a_run_that_diverged_is_the_worst_and_is_not_trained_again(trained):
+def test_a_rate_at_which_a_run_diverged_is_the_worst():
     runs = grid.read_runs("out")
     for seed, loss in ((1, 1.0), (2, math.nan)):
         for lr in (1e-3, 2e-3):
@@ -134,6 +129,18 @@ def test_a_run_that_diverged_is_the_worst_and_is_not_trained_again(trained):
     rate, more = grid.choose_rate(runs, [1e-3, 2e-3], [1, 2])
     assert rate is None
     assert more == [5e-4]  # 2e-3 has the smallest loss of all on seed 1, but it diverged on seed 2
+
+
+def test_a_run_that_diverged_is_not_trained_again(trained):
+    rows = {"softmax": ROWS["softmax"]}
+    job = rows, [3], ["--preset=toy"], Path("out"), [0.008, 0.016], [1, 2]
+    runs = grid.run_grid(*job)
+    assert runs["lr"].tolist() == [0.004]
+    every_run = grid.read_runs("out")
+    assert every_run["loss"][every_run["lr"] == 0.016].isna().tolist() == [True, True]
+    assert len(trained) == 2 * 4 + 1
+    grid.run_grid(*job)
+    assert len(trained) == 2 * 4 + 1
 
 
 def test_the_table_of_rates_shows_what_diverged_and_what_is_missing():
@@ -593,19 +600,16 @@ def test_residual_by_hand():
     assert start["block 1"] > start["embedding"]
 
 
-def test_outliers_of_planted_scores():
+def test_outliers_of_planted_scores(monkeypatch):
     save(unigram("diff"), val="abcdefghijabcdeXghij0123456789")
     planted = torch.full((1, 4, 29, 29), 0.5).tril() + torch.full((29, 29), 1e6).triu(1)
     planted[:, 1, 5, 3] = -9  # query head 1 is the second branch of head 0
-    planted_scores = model_module.Softmax.scores
 
     def scores(layer, q, k, rope):
         return layer.score_hook(planted)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_module.Softmax, "scores", scores)
-        result = measure("outliers", "--ckpt=c.pt")
-    assert model_module.Softmax.scores is planted_scores
+    monkeypatch.setattr(model_module.Softmax, "scores", scores)
+    result = measure("outliers", "--ckpt=c.pt")
     rows = {row["of"]: row for row in result["runs"]}
     assert rows["scores, branch 1"]["top-1"] == 0.5
     second = rows["scores, branch 2"]

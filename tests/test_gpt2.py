@@ -12,7 +12,7 @@ import report
 import train
 from experiments import gpt2, grid
 from helpers import assert_value_error
-from model import ATTENTION, GPT
+from model import GPT
 
 torch.set_num_threads(1)
 
@@ -23,11 +23,8 @@ SMALL = [
 
 
 @pytest.fixture(autouse=True)
-def empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def registered():
     gpt2.register()
-    yield
-    ATTENTION.pop("diff_v2")  # as other tests expect it
 
 
 # the arms
