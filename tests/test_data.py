@@ -23,11 +23,6 @@ PROGRAM = str(TOP / "prepare_fineweb.py")
 BYTES_EOT = 256
 
 
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 # what the tests have in common
 
 

@@ -17,11 +17,6 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 PROGRAMS = r"train|sample|bench|prepare_fineweb|experiments\.\w+"
 
 
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def without_indentation(text):
     return "\n".join(line.strip() for line in text.strip().split("\n"))
 

@@ -22,11 +22,6 @@ from model import ATTENTION, GPT, GPTConfig, Linear
 torch.set_num_threads(1)  # on tensors this small, threads only wait for one another
 
 
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def one_run(*flags):
     """The config of a command line that asks for one run."""
     (config,) = train.parse(["--device=cpu", *flags])
