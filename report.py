@@ -464,7 +464,7 @@ def dot_plot(ax, df, value, row, condition=None, pool=None):
         color = look[label]["color"]
         mean, error = noise.mean(f"{label}, {level}")
         ax.scatter(runs[value], [height] * len(runs), s=36, linewidths=1.2, edgecolors=color,
-                   facecolors="white" if hollow else color, alpha=0.6)
+                   facecolors="white" if hollow else color, alpha=0.6, zorder=4)
         ax.errorbar(mean, height, xerr=error, color=color, linewidth=2, capsize=4, zorder=3)
         ax.plot(mean, height, marker="|", markersize=15, markeredgewidth=2.6, color=color, zorder=3)
         if len(levels) == 2 and label == rows[0]:

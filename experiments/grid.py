@@ -341,8 +341,12 @@ def draw_differences(ax, table, label, columns, limit=0.1):
             if not isinstance(found, report.MeanError):
                 continue
             if abs(found.mean) > limit:
-                side = {"x": 1, "ha": "right"} if found.mean > 0 else {"x": 0, "ha": "left"}
-                ax.text(y=height, s=f"{found.mean:+.2f}", va="center", fontsize=10,
+                dot = "●" if filled else "○"
+                if found.mean > 0:
+                    side = {"s": f"{dot} {found.mean:+.2f} →", "x": 1, "ha": "right"}
+                else:
+                    side = {"s": f"← {found.mean:+.2f} {dot}", "x": 0, "ha": "left"}
+                ax.text(y=height, va="center", fontsize=11,
                         transform=ax.get_yaxis_transform(), **side)
                 continue
             color = "black" if filled else "white"

@@ -226,6 +226,17 @@ def differences_table(noise):
     return table, pd.DataFrame(of_decay, columns=["arm", "decay − no decay"])
 
 
+def finding(differences):
+    """The title of the first figure: what the difference of two maps does, all else being alike."""
+    said = []
+    for family, base in (("softmax", "softmax 2 heads"), ("linear", "linear 2 heads")):
+        of = differences[differences["of"].str.endswith(f"no norm − {base}")]
+        for column in ("without decay", "with decay"):
+            values = [report.format_cell(found) for found in of[column] if found]
+            said += [f"{value} in {family} attention {column}" for value in values]
+    return f"What the difference alone adds to the loss: {', '.join(said) or 'not known yet'}"
+
+
 def controls_table(noise):
     table = []
     for what, arm, base in CONTROL_COMPARISONS:
@@ -259,9 +270,7 @@ def publish_arms(result, out):
     columns = {"without decay": (False, -0.14), "with decay": (True, 0.14)}
     grid.draw_differences(right, differences, "of", columns)
     right.set(xlabel=f"difference of the two, {unit}; left: the first is better")
-    title = ("Hollow without decay, filled with it; "
-             "only an interval that is wholly left of zero is a gain")
-    report.add_title(figure, title)
+    report.add_title(figure, finding(differences))
     about = result.about | noise.sentences()
     report.publish(out, "toy", about, tables, figure, result.every_run)
 
