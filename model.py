@@ -169,7 +169,7 @@ class Attention(nn.Module):
     """
 
     branches = 1  # maps per head of values
-    lambda_init = 0.0  # with one map, so that the factor of Eq. 3 is 1
+    lambda_init = 0.0  # with one map: the factor 1 - lambda_init in forward is then 1
 
     def __init__(self, config, depth):
         super().__init__()
@@ -180,7 +180,8 @@ class Attention(nn.Module):
         self.head_dim = C // config.n_head
         self.flash = config.flash
         self.kernel = "sdpa"  # computes softmax's fast form, see pick_kernel
-        self.room = config.block_size  # tokens in softmax's cache. For short texts set less
+        # tokens in softmax's cache, the same in all layers. A step reads all of it
+        self.room = config.block_size
         # an experiment may set this to a function that takes `scores`, (B, H, T, T), and returns
         # what the map form should use in their place. The other two forms don't call it
         self.score_hook = None
@@ -262,12 +263,13 @@ class Attention(nn.Module):
         q, k, v, lam = self.project(x)
         if state:
             y = self.step(q, k, v, lam, rope, state)  # (B, h, 1, d_v)
-        elif self.flash:
-            y = self.fast(q, k, v, lam, rope)  # (B, h, T, d_v)
         else:
-            y = self.attention_map(q, k, lam, rope).to(v.dtype) @ v  # (B, h, T, d_v)
-        if state is not None and not state:
-            self.fill(k, v, rope, state)
+            if self.flash:
+                y = self.fast(q, k, v, lam, rope)  # (B, h, T, d_v)
+            else:
+                y = self.attention_map(q, k, lam, rope).to(v.dtype) @ v  # (B, h, T, d_v)
+            if state is not None:
+                self.fill(k, v, rope, state)
 
         if self.subln is not None:
             # nn.RMSNorm wants its input in the dtype of its weight
@@ -309,7 +311,8 @@ class Softmax(Attention):
         rate = self.decay_rate(q.device, wide_dtype(q)) if self.config.decay else None
         q = rotate(q, rope)
         k = rotate(k, rope)
-        y = softmax_attention(q, k, v, rate, self.kernel)  # (B, H, T, d_v), see KERNELS
+        # the kernels stand at the end of the file
+        y = softmax_attention(q, k, v, rate, self.kernel)  # (B, H, T, d_v)
         return self.subtract(y, lam)
 
     def fill(self, k, v, rope, state):
@@ -524,7 +527,8 @@ class Block(nn.Module):
 
     def __init__(self, config, depth):
         super().__init__()
-        # an optimizer is saved in the order of its parameters, and older checkpoints have this one
+        # an optimizer is saved in the order of its parameters, so another order would need new
+        # checkpoints
         self.attn = ATTENTION[config.attn](config, depth)
         self.norm1 = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
         self.norm2 = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
@@ -540,7 +544,8 @@ class GPT(nn.Module):
     """The whole model. model(idx) and model(idx, targets) give (logits, loss), see forward.
 
     idx and targets are (B, T) int64. T may be anything, even more than block_size.
-    seed: the weights are drawn from it. None leaves them without values, for GPT.load to fill in.
+    seed: the weights are drawn from it, on the CPU. None leaves them without values, for GPT.load to
+    fill in.
     """
 
     def __init__(self, config, seed=1337):
@@ -555,8 +560,9 @@ class GPT(nn.Module):
             self.norm = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
         if seed is not None:
             weights = {}
-            for name, p in self.named_parameters():
-                weights[name] = draw_parameter(name, p.shape, config, seed)
+            with torch.device("cpu"):  # the generators are the CPU's
+                for name, p in self.named_parameters():
+                    weights[name] = draw_parameter(name, p.shape, config, seed)
             self.load_state_dict(weights, assign=True)  # the values replace the meta parameters
 
     def rope_from(self, start, T):
@@ -615,7 +621,8 @@ class GPT(nn.Module):
     def step(self, idx, state):
         """Read one more token, idx (B, 1): the logits after it, (B, 1, vocab_size).
 
-        The state is updated in place.
+        The state is updated in place. Call it and prefill under torch.inference_mode(), or the
+        state keeps the graph of all steps.
         """
         x = self.read(idx, state["length"], state["layers"])
         state["length"] += 1
@@ -636,6 +643,9 @@ class GPT(nn.Module):
         temperature: 0 takes the likeliest token. top_k: choose among so many of the likeliest only.
         top_p: choose among the fewest that together reach this probability. step: self.step,
         compiled. Raises ValueError for options that make no sense.
+
+        A step of softmax reads its whole cache. For a text that will be shorter than block_size,
+        first set block.attn.room of all blocks to its length.
         """
         if not temperature >= 0:
             raise ValueError(f"temperature must be 0 or more, not {temperature}")
@@ -663,7 +673,8 @@ class GPT(nn.Module):
             if made == max_new_tokens:
                 return
             # now read that token. In most cases it is a step
-            tokens.append(token)
+            if room < math.inf:
+                tokens.append(token)
             if len(tokens) > room:
                 # the cache is full: read the newer half of the text anew. It would not be enough to
                 # drop the keys of the oldest tokens: the keys that deeper layers computed for later
@@ -754,7 +765,7 @@ def next_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     temperature = max(temperature, 1e-6)  # with less the logits would overflow
     probs = F.softmax(upcast(logits) / temperature, dim=-1)
     if top_k is None and top_p is None:
-        return torch.multinomial(probs, 1, generator=generator)
+        return draw(probs, generator)
 
     # the likeliest tokens first. Then set the others to 0
     probs, tokens = probs.sort(descending=True)
@@ -764,8 +775,16 @@ def next_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
         total = probs.cumsum(-1)
         before = total - probs  # the probability of all likelier tokens together
         probs[before >= top_p * total[:, -1:]] = 0
-    # multinomial takes any weights, they need not sum to 1
-    return tokens.gather(-1, torch.multinomial(probs, 1, generator=generator))
+    return tokens.gather(-1, draw(probs, generator))  # they need not sum to 1
+
+
+def draw(probs, generator):
+    """A column drawn from each row of probs, (B, 1) int64. They are weights of any sum.
+
+    It is what torch.multinomial does for one draw, but without its checks, which wait for the GPU.
+    """
+    noise = torch.empty_like(probs).exponential_(generator=generator)
+    return (probs / noise).argmax(-1, keepdim=True)
 
 
 class Kernel(NamedTuple):
@@ -777,7 +796,7 @@ class Kernel(NamedTuple):
 
 
 # The backend MATH is in none of them: it holds the whole map, which is slow, and PyTorch would fall
-# back to it without saying so. "flash_attn" is not PyTorch's, see flash_attention.
+# back to it without saying so.
 KERNELS = {
     "sdpa": Kernel(
         [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
@@ -786,7 +805,7 @@ KERNELS = {
     ),
     "cudnn": Kernel([SDPBackend.CUDNN_ATTENTION], shares_v=True, equal_widths=False),
     "efficient": Kernel([SDPBackend.EFFICIENT_ATTENTION], shares_v=False, equal_widths=False),
-    "flash_attn": None,
+    "flash_attn": None,  # not PyTorch's, see flash_attention
 }
 
 
@@ -864,6 +883,8 @@ def pick_kernel(model, name="auto", dtype=torch.float32):
     of the kernel, and why a faster one was not taken. For a model that uses no kernel it returns
     None and "". Raises ValueError, with the reasons, if no kernel works.
     """
+    if name not in ("auto", *KERNELS):
+        raise ValueError(f"kernel must be auto or one of {', '.join(KERNELS)}, not {name!r}")
     layers = [block.attn for block in model.blocks]
     device = model.wte.weight.device
     if not isinstance(layers[0], Softmax) or not layers[0].flash:
@@ -891,7 +912,7 @@ def pick_kernel(model, name="auto", dtype=torch.float32):
         if error < 0.05:  # bf16 alone makes less than 0.03. A NaN is not below it
             return kernel, "; ".join(reasons)
         reasons.append(f"kernel {kernel} can't be used: its result differs from the map's")
-    raise ValueError("; ".join(reasons))
+    raise ValueError("; ".join(reasons) + ". The map form (flash off) needs no kernel")
 
 
 def kernel_error(layer, device, dtype):

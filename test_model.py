@@ -23,10 +23,11 @@ from model import (
     KERNELS,
     GPTConfig,
     Linear,
+    draw,
+    make_rope,
     next_token,
     phi,
     pick_kernel,
-    make_rope,
     rotate,
     round_to_bf16,
 )
@@ -516,6 +517,18 @@ def test_the_cache_holds_a_block_and_no_more(attn):
     _, state = model.prefill(random_tokens(1, 16))
     with torch.no_grad(), pytest.raises((IndexError, RuntimeError)):
         model.step(random_tokens(1, 1), state)
+
+
+def test_a_draw_is_that_of_multinomial():
+    probs = torch.rand(200, 50, generator=torch.Generator().manual_seed(1))
+    probs[:, ::3] = 0
+    expected = torch.multinomial(probs, 1, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(draw(probs, torch.Generator().manual_seed(2)), expected)
+
+
+def test_a_kernel_with_a_wrong_name_is_refused():
+    with pytest.raises(ValueError, match="auto or one of sdpa, .* not 'spda'"):
+        pick_kernel(tiny_model("diff"), "spda")
 
 
 @pytest.mark.parametrize("attn", ["softmax", "diff"])
