@@ -483,14 +483,14 @@ class Runs:
 
     def best_rate(self, like):
         """The rate with the least mean loss on CHOOSE_SEEDS, of the runs that are like this one but
-        for their rate and seed."""
+        for their rate and seed. None if there are none."""
         losses = {}
         for run, row in self.rows.items():
             if run.seed in CHOOSE_SEEDS and replace(run, lr=like.lr, seed=like.seed) == like:
                 # a loss that is not finite is the worst
                 loss = row["loss"] if math.isfinite(row["loss"]) else math.inf
                 losses.setdefault(run.lr, []).append(loss)
-        return min(losses, key=lambda lr: sum(losses[lr]) / len(losses[lr]))
+        return min(losses, key=lambda lr: sum(losses[lr]) / len(losses[lr]), default=None)
 
 
 def choose_rates(runs, likes, choose_seeds):
