@@ -760,7 +760,7 @@ def draw_dose(ax, df):
     """Accuracy after training by the lambda that was held, a dot for each seed."""
     one_map = df.loc[df["arm"] == "linear 2 heads norm", "mean accuracy"]
     ax.axhline(one_map.mean(), color=report.STYLE["linear"]["color"])
-    ax.text(1.05, one_map.mean() - 0.03, "linear, 2 heads", ha="right", va="top",
+    ax.text(1.05, one_map.mean() - 0.03, "linear, 2 heads, norm", ha="right", va="top",
             color=report.STYLE["linear"]["color"])
     df = df[df["arm"].isin(DOSES)]
     lam = df["arm"].map({name: arm.frozen_lambda for name, arm in DOSES.items()})

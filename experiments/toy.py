@@ -28,7 +28,7 @@ three seeds):
     were flat.)
     - No: 0.06 in diff, 0.05 with decay. In diff_linear it gains 0.03, and with decay it costs 0.04.
 3.  The second version at its own rate gains 0.01, give or take 0.008, and not 0.03.
-    - Not decided: 0.01, with decay 0.02, and both intervals reach zero.
+    - It gains 0.019, give or take 0.017, and with decay 0.018, give or take 0.019.
 4.  Decay is a recency bias. So one head of span 4 beside heads that never forget is within 0.02
     nats of decay, a token shift recovers 70 % of what decay brings to linear attention, and it
     gives softmax as much as decay. If it is forgetting that counts, both leave more than half of
