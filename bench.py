@@ -65,7 +65,7 @@ def describe_run(head, records):
     return row
 
 
-def conditions(runs):
+def conditions_of_runs(runs):
     """What the runs were made with, for publish's about."""
     return {name: ", ".join(map(str, runs[name].unique())) for name in CONDITIONS}
 
@@ -263,7 +263,7 @@ def loss(args):
     """
     runs, evals, others = read_runs(args.runs)
     table, noise = summarize(runs, softmax_beside(runs))
-    about = conditions(runs) | noise
+    about = conditions_of_runs(runs) | noise
     tables = {f"Final val loss, {unit(runs)}: mean of n runs, ± half of a 95 % interval": table}
     shown = runs
     how = ""

@@ -455,7 +455,10 @@ class Runs:
         self.procs = procs
         self.rows = {}  # Run: its line in the file
         out.mkdir(parents=True, exist_ok=True)
-        lines = self.file.read_text().splitlines() if self.file.exists() else []
+        text = self.file.read_text() if self.file.exists() else ""
+        *lines, cut = text.split("\n")
+        if cut:  # we were killed while we wrote the last line
+            self.file.write_text(text.removesuffix(cut))
         for line in lines:
             self.keep(json.loads(line))
 

@@ -1,7 +1,7 @@
 """
 What does the difference of two maps gain at the size of GPT-2? This plan was fixed before any run.
 
-    python -m experiments.gpt2 --only=Q1      # does it work? four arms: the cheap version
+    python -m experiments.gpt2 --only=Q1      # does it work? four arms: half of the runs
     python -m experiments.gpt2                # and does it rescue linear attention? all eight arms
     python -m experiments.gpt2 --minutes=5    # every arm trains for five minutes. No claims
     python -m experiments.gpt2 --publish      # tables and figure of what is there by now
@@ -11,7 +11,8 @@ once for each of them, with another CUDA_VISIBLE_DEVICES. All other flags are tr
 `--preset=toy --n_layer=1 --n_embd=32 --eval_tokens=2048 --steps=8` the whole plan takes a minute on
 a CPU, so that everything can be tried before it costs something. Its verdicts then mean nothing.
 
-How long it takes on a GPU is not yet measured. So the program first says how many runs there are.
+All of it is at least 48 runs of 2.8e9 tokens, and Q1 is 24 of them: at some hours of an H100 each,
+days. How long a run takes is not yet measured. So the program first says how many runs there are.
 Then it trains each arm for a few steps, and from their speed it says how many hours are left.
 
 The plan
@@ -55,6 +56,7 @@ import math
 
 import pandas as pd
 
+import bench
 import report
 import train
 from experiments import grid
@@ -376,7 +378,7 @@ def publish(rows, size, args):
     if compared.empty:
         raise ValueError(f"no arm below {args.out} is far enough to be published")
 
-    about = grid.conditions(compared) | report.Noise(compared).sentences()
+    about = bench.conditions_of_runs(compared) | report.Noise(compared).sentences()
     about["bytes per token of val"] = f"{size:.4f}"
     about["±"] = "half of the 95 % interval, or of the one that the caption names"
     arms = arms_table(rows, compared, every_run, size, args)

@@ -29,7 +29,7 @@ import pandas as pd
 import data
 import report
 import train
-from bench import DESCRIPTION, conditions, describe_run, without_diverged
+from bench import DESCRIPTION, conditions_of_runs, describe_run, without_diverged
 from flags import comma_list, int_from_0, positive_number
 from model import GPTConfig
 
@@ -285,7 +285,7 @@ def collect(rows, args):
     runs = reported(rows, args.seed, every_run, args.rates, args.choose_on)
     if runs.empty:
         raise ValueError(f"no row below {args.out} is far enough to be published")
-    about = conditions(runs)
+    about = conditions_of_runs(runs)
     about["seeds"] = ", ".join(map(str, sorted(runs["seed"].unique())))
     about["±"] = "half of the 95 % interval"
     rates = {}

@@ -9,6 +9,8 @@ Two sizes, 4 blocks of 64 and 128 channels, on 10 bytes of text for each paramet
 Each row has its own best rate, chosen on runs of full length with seed 1, and is reported on
 seeds 2 and 3. Size, bytes and steps grow together. Other flags are train.py's.
 """
+import math
+
 import pandas as pd
 
 import bench
@@ -60,13 +62,19 @@ def rows_of_sizes(flags):
 
 
 def differences_table(noise):
-    """A row for each comparison, a column for each size."""
+    """A row for each comparison, a column for each size, and what changes between the sizes."""
     table = []
     for arm, base in COMPARISONS:
         found = {"of": f"{arm} − {base}"}
         for n_embd in SIZES:
             pair = row_name(n_embd, arm), row_name(n_embd, base)
             found[f"{n_embd} channels"] = noise.difference(*pair)
+        small = found[f"{SIZES[0]} channels"]
+        large = found[f"{SIZES[1]} channels"]
+        if small and large:
+            # the sizes have nothing in common but the method, so their errors add up as squares
+            error = math.hypot(small.error, large.error)
+            found["change"] = report.MeanError(large.mean - small.mean, error)
         table.append(found)
     return pd.DataFrame(table)
 

@@ -367,7 +367,7 @@ def test_a_run_that_resumed_on_another_card_names_both():
     run = bench.describe_run(head, records)
     assert run["device_name"] == "A100, then H100"
     assert (run["torch"], run["dtype"]) == ("2.9", "bfloat16")
-    assert bench.conditions(pd.DataFrame([run]))["device_name"] == "A100, then H100"
+    assert bench.conditions_of_runs(pd.DataFrame([run]))["device_name"] == "A100, then H100"
 
 
 def test_an_arm_is_compared_to_softmax_with_the_same_settings():

@@ -197,8 +197,8 @@ def test_all_parts_run_stop_and_go_on(tmp_path, small, monkeypatch, capsys):
     assert len(rows) == n_train + n_phase
     assert all(len(row["accuracy"]) == 5 and math.isfinite(row["loss"]) for row in rows)
 
-    # the same commands train nothing again. With the last two lines lost they make these two again
-    (tmp_path / "runs.jsonl").write_text("\n".join(lines[:-2]) + "\n")
+    # the same commands train nothing again. With one line lost and one cut they make these two again
+    (tmp_path / "runs.jsonl").write_text("\n".join(lines[:-2]) + "\n" + lines[-2][:20])
     trained = []
     do_run = crowd.do_run
     monkeypatch.setattr(crowd, "do_run", lambda run: trained.append(run) or do_run(run))

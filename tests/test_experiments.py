@@ -413,6 +413,17 @@ def test_the_steps_of_the_ladder_are_those_of_its_bytes(monkeypatch):
     assert f"--steps={10 * parameters // 32}" in rows["16 channels: diff"]
 
 
+def test_the_ladder_says_what_changes_between_the_sizes():
+    loss = {"64 channels: softmax": 2.0, "64 channels: diff": 2.5,
+            "128 channels: softmax": 1.0, "128 channels: diff": 1.2}
+    runs = [dict(row=row, loss=mean + d) for row, mean in loss.items() for d in (-0.1, 0.1)]
+    table = ladder.differences_table(report.Noise(pd.DataFrame(runs)))
+    first = table.iloc[0]
+    assert first["of"] == "diff − softmax"
+    assert first["change"].mean == pytest.approx(-0.3)
+    assert first["change"].error == pytest.approx(first["64 channels"].error * math.sqrt(2))
+
+
 # the second version
 
 
