@@ -822,8 +822,9 @@ def draw_phase(df):
     figure.colorbar(image, ax=axes, label="accuracy")
     figure.legend([line], ["where 4 heads were predicted to be right in half of their answers"],
                   loc="outside lower center")
-    report.add_title(figure, "If no logit may be above τ, one softmax map needs a larger τ for "
-                             "each longer text. The difference of two needs far less")
+    steps = df["steps"].iloc[0]
+    report.add_title(figure, f"Trained for {steps:,} steps with no logit above τ, one softmax map "
+                             "needs a larger τ for each longer text. The difference needs far less")
     return figure
 
 
