@@ -1,4 +1,5 @@
 """Tests of experiments/crowd.py and recall.py: the tasks, the arms' equations, and their runs."""
+import itertools
 import json
 import math
 
@@ -280,7 +281,7 @@ def test_recall_attention_of_a_flat_map():
 
 def test_recall_from_training_to_the_page(tmp_path, monkeypatch):
     monkeypatch.setattr(recall, "LENGTHS", (32, 64))
-    flags = ["--seed=1,2", "--lr=1e-3", "--steps=2", "--texts=4", "--procs=1"]
+    flags = ["--seed=3,4", "--choose_on=1", "--steps=2", "--texts=4", "--procs=1"]
     titles = []
     monkeypatch.setattr(recall.report, "add_title", lambda figure, title: titles.append(title))
     recall.main([*flags, f"--out={tmp_path}"])
@@ -291,5 +292,10 @@ def test_recall_from_training_to_the_page(tmp_path, monkeypatch):
     assert ["with decay" in title for title in titles] == [False, True]
     published = json.loads((tmp_path / "recall.json").read_text())
     runs = {(row["attn"], row["seed"]) for row in published["runs"]}
-    assert runs == {(attn, seed) for attn in recall.ATTENTION for seed in (1, 2)}
+    assert runs == {(attn, seed) for attn in recall.ATTENTION for seed in (3, 4)}
+    for attn, group in itertools.groupby(published["runs"], lambda row: row["attn"]):
+        assert len({row["lr"] for row in group}) == 1
+    assert "on the seeds 1 that chose it" in (tmp_path / "recall.md").read_text()
+    with pytest.raises(ValueError, match="share 3"):
+        recall.main(["--seed=3", "--choose_on=3"])
     assert (tmp_path / "recall.png").stat().st_size > 10_000
