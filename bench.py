@@ -92,8 +92,15 @@ def unit(runs):
     return "nats per byte" if set(runs["tokenizer"]) == {"bytes"} else "nats per token"
 
 
+def in_words(field, value):
+    """A setting as the name of an arm says it: "no decay", "lr4e-3"."""
+    if isinstance(value, bool):
+        return field if value else f"no {field}"
+    return train.run_name_part(field, value)
+
+
 def arm_names(runs):
-    """What tells the runs (dicts) apart except for their seeds: "diff nosubln lr4e-3" for each."""
+    """What tells the runs (dicts) apart except for their seeds: "diff no subln lr4e-3" for each."""
     names = [[run["attn"]] for run in runs]
     for field in train.IDENTITY:
         values = [run.get(field) for run in runs]
@@ -101,7 +108,7 @@ def arm_names(runs):
             continue
         for name, value in zip(names, values):
             if value is not None:
-                name.append(train.run_name_part(field, value)[:24])
+                name.append(in_words(field, value)[:24])
     return [" ".join(name) for name in names]
 
 
@@ -415,26 +422,40 @@ def publish_timings(args, name, cases):
         table = pd.DataFrame([row for row in rows if row["part"] == part])
         tables[f"{part.capitalize()} ({how})"] = table.drop(columns="part")
 
-    parts = timings["part"].unique()
-    facts = pd.DataFrame(rows)
-    panels = len(parts) + (STATE in facts)
-    figure, axes = report.new_figure(columns=panels, size=(6 * panels, 5))
     first = next(iter(arms_and_kernels(args)))
+    figure = draw_timings(timings, pd.DataFrame(rows), first)
+    about = report.conditions(args.device, dtype=args.dtype, compiled=args.compile)
+    about |= size_of(args.preset) | dict(decay=args.decay, rounds=args.repeats)
+    report.publish(args.out, name, about, tables, figure, timings)
+
+
+def draw_timings(timings, facts, first):
+    """A panel for each part of the timings, and one for the bytes of state if they were measured.
+
+    facts: the rows of the tables. first: the arm to which the fastest one is compared."""
+    parts = timings["part"].unique()
+    panels = len(parts) + (STATE in facts)
+    figure, axes = report.new_figure(columns=panels, size=(6.5 * panels, 5))
     findings = []
     for ax, part in zip(axes, parts):
         rounds = timings[timings["part"] == part]
         # only what is timed first: the forward part and the recomputing are in the table
         rounds = rounds[rounds["what"] == rounds["what"].iloc[0]]
         draw_speeds(ax, rounds)
-        ax.set_title(part)
-        findings.append(f"{fastest(rounds, first)} ({part}, {rounds['T'].max():,} tokens)")
-    report.add_title(figure, f"Fastest: {'; '.join(findings)}")
+        ax.set_title(f"{part} (shaded: half of the rounds)")
+        lengths = sorted({rounds["T"].min(), rounds["T"].max()})
+        winners = [f"{fastest(rounds, first, T)} at {T:,} tokens" for T in lengths]
+        findings.append(f"{part}: {', '.join(winners)}")
+    finding = f"Fastest in {'; in '.join(findings)}"
     if STATE in facts:
-        draw_state(axes[-1], facts.dropna(subset=[STATE]).drop_duplicates(["arm", "T"]))
-
-    about = report.conditions(args.device, dtype=args.dtype, compiled=args.compile)
-    about |= size_of(args.preset) | dict(decay=args.decay, rounds=args.repeats)
-    report.publish(args.out, name, about, tables, figure, timings)
+        facts = facts.dropna(subset=[STATE]).drop_duplicates(["arm", "T"])
+        draw_state(axes[-1], facts)
+        sizes = facts[facts["T"] == facts["T"].max()].set_index("arm")[STATE]
+        if first in sizes:
+            times = sizes[first] / sizes.min()
+            finding += f". Smallest state: {sizes.idxmin()} (1/{times:.0f} of {first}'s)"
+    report.add_title(figure, finding)
+    return figure
 
 
 def draw_speeds(ax, rounds):
@@ -451,7 +472,7 @@ def draw_speeds(ax, rounds):
 def draw_state(ax, facts):
     """The bytes of a sequence's state over T."""
     report.line_plot(ax, facts, "T", STATE, by="arm")
-    ax.set(title="state of a sequence", ylabel="bytes")
+    ax.set(title="state: what is kept of the context of a sequence", ylabel="bytes")
     finish_by_length(ax, facts["T"])
 
 
@@ -465,17 +486,17 @@ def finish_by_length(ax, lengths):
     report.label_ends(ax)
 
 
-def fastest(rounds, first):
-    """In words: the fastest arm at the largest T, and how many times as fast as `first` it is."""
-    at_the_end = rounds[rounds["T"] == rounds["T"].max()]
-    speeds = at_the_end.pivot(index="round", columns="arm", values="tokens/s")
+def fastest(rounds, first, T):
+    """In words: the fastest arm at T tokens, and how many times as fast as `first` it is."""
+    at_T = rounds[rounds["T"] == T]
+    speeds = at_T.pivot(index="round", columns="arm", values="tokens/s")
     arm = speeds.median().idxmax()
     # an arm that failed has no timings
     if arm == first or first not in speeds:
         return arm
     # as in the table: a slow round slows both, so compare within it and take the median then
     times = (speeds[arm] / speeds[first]).median()
-    return f"{arm}, {times:.1f} × {first}"
+    return f"{arm} ({times:.1f} × {first})"
 
 
 # speed
@@ -549,7 +570,7 @@ def speed(args):
     if lengths is None:
         lengths = [1024, 4096, 16384] if args.device.type == "cuda" else [256, 1024, 4096]
     cases = []
-    parts = {"attention alone": build_attention, "training step": build_training_step}
+    parts = {"attention alone": build_attention, "a training step": build_training_step}
     for part, build in parts.items():
         for T in lengths:
             B = max(1, tokens // T)
@@ -613,7 +634,7 @@ def decode(args):
         lengths = [1024, 8192] if args.device.type == "cuda" else [64, 256, 1024, 4096]
     cases = []
     for B in args.num_samples:
-        part = f"{B} sequences at once" if B > 1 else "one sequence"
+        part = f"sampling {B} sequences at once" if B > 1 else "sampling one sequence"
         for T in lengths:
             cases.append(Case(part, build_decoding, B, T, tokens=B))
     publish_timings(args, "decode", cases)

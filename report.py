@@ -423,7 +423,8 @@ def label_ends(ax):
         # a thread leads from the end of the line to a label that was pushed away
         color = line.get_color()
         place = dict(xycoords="axes fraction", textcoords="axes fraction", annotation_clip=False)
-        thread = dict(arrowstyle="-", color=color, linewidth=0.7, shrinkA=0, shrinkB=3)
+        thread = dict(arrowstyle="-", color=color, linewidth=0.7, shrinkA=0, shrinkB=3,
+                      relpos=(0, 0.5))  # it ends at the left of the label
         ax.annotate(line.get_label(), (x, y), xytext=(1.04, height), va="center", fontsize=size,
                     color=color, arrowprops=thread, **place)
 

@@ -410,10 +410,12 @@ def context(args, checkpoints):
     figure, (ax,) = report.new_figure(size=(9, 5))
     report.line_plot(ax, df, "context", "cost", by="arm", seed="seed")
     label_powers(ax, args.contexts)
-    ax.set(xlabel="tokens of context that are left",
-           ylabel="loss above that with all, nats per token")
+    ax.axhline(0, color="#777777", linewidth=1)
+    ax.set(xlabel="how many of the last tokens a model sees",
+           ylabel="change of the loss, nats per token")
     report.label_ends(ax)
-    report.add_title(figure, "How much of the loss needs more context")
+    title = "What a model loses if it sees only the last tokens. Below 0 it gains"
+    report.add_title(figure, title)
     about = text.about | dict(targets=targets, block=T)
     publish(args, "context", about, tables, figure, rows)
 

@@ -1,6 +1,7 @@
 """
 When does the difference of two attention maps help? A task of seconds that answers it, with a law.
 
+    python -m experiments.crowd maps      # trains one diff_linear and draws its maps: half a minute
     python -m experiments.crowd law       # the law on an untrained layer: seconds
     python -m experiments.crowd train     # every arm on the task: two to three hours of one core
     python -m experiments.crowd phase     # capped softmax, by sharpness and length: one to two hours
@@ -686,8 +687,7 @@ PICTURE_STEPS = 2000
 SHOWN = {
     "softmax": "softmax",
     "diff_linear norm": "diff_linear",
-    "linear": "linear, 4 heads",
-    "linear 2 heads norm": "linear,\n2 heads, norm",
+    "linear 2 heads norm": "linear, same heads,\nstate and norm",
 }
 
 
@@ -714,28 +714,37 @@ def example_maps(steps):
     return torch.stack((A[2 * head], A[2 * head + 1], difference[head])), lam
 
 
-def draw_maps(axes, maps, lam):
+def draw_maps(figure, axes, maps, lam):
     """The maps of example_maps below one another."""
     from matplotlib.patches import Rectangle
 
     N = PICTURE_PAIRS
     m = N // 4
     titles = [
-        "$A_1$   (framed: the pair a query asks for)",
+        "$A_1$   (framed: the pair that a query asks for)",
         "$A_2$",
-        f"$A_1 - \\lambda A_2$   ($\\lambda$ = {lam:.2f}; red above 0, blue below)",
+        f"$A_1 - \\lambda A_2$,   $\\lambda$ = {lam:.2f}",
     ]
     limit = maps.abs().max().item()
     for ax, A, title in zip(axes, maps, titles):
-        ax.imshow(A.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
-        ax.set(title=title, xticks=[], yticks=[], ylabel="queries")
+        image = ax.imshow(A.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
+        ax.set(title=title, xticks=[], yticks=[], ylabel=f"{QUERIES} queries")
         ax.grid(False)
         for q in range(QUERIES):  # the right cell of each query
             ax.add_patch(Rectangle((q - 0.5, q - 0.5), 1, 1, fill=False, linewidth=1.2))
         ax.axvline(N - m - 0.5, color="black", linewidth=1)
-    middles = [QUERIES / 2 - 0.5, (N - m + QUERIES) / 2 - 0.5, N - m / 2 - 0.5]
-    ax.set_xticks(middles, ["asked for", "other pairs", "crowd"])
+    figure.colorbar(image, ax=axes, label="weight", fraction=0.03, pad=0.02)
+    others = N - m - QUERIES
+    labels = [f"{QUERIES}\nasked for", f"{others} other pairs", f"{m} pairs with one\nvalue: the crowd"]
+    ax.set_xticks([QUERIES / 2 - 0.5, QUERIES + others / 2 - 0.5, N - m / 2 - 0.5], labels)
     ax.tick_params(length=0)
+
+
+def draw_picture(maps, lam):
+    """The maps alone."""
+    figure, axes = report.new_figure(rows=3, size=(9, 5.2))
+    draw_maps(figure, axes, maps, lam)
+    return figure
 
 
 def draw_accuracy(ax, df):
@@ -747,9 +756,22 @@ def draw_accuracy(ax, df):
             for m in sizes:
                 rows.append({"arm": label, "seed": run["seed"], "m": m, "accuracy": run[f"m={m}"]})
     report.line_plot(ax, pd.DataFrame(rows), "m", "accuracy", by="arm", seed="seed")
-    ax.set(title="Trained: accuracy (thin: single seeds)", xticks=sizes, ylim=(0, 1.05))
-    ax.set(xlabel=f"pairs in the crowd, of {PICTURE_PAIRS}")
+    steps = df["steps"].iloc[0]
+    ax.set(title=f"Right answers after {steps:,} steps\n(thin lines: single seeds)", ylim=(0, 1.05))
+    ax.set(xlabel=f"the crowd: how many of the {PICTURE_PAIRS} pairs share a value", xticks=sizes)
     report.label_ends(ax)
+
+
+def draw_crowd(df, maps, lam):
+    """The figure that says it all: three maps, and accuracy by crowd."""
+    figure, _ = report.new_figure(size=(14, 5.6))
+    figure.clear()
+    grid = figure.add_gridspec(3, 2, width_ratios=(1.25, 1))
+    report.add_title(figure, "Each map of a trained head sees every pair. Their difference sees "
+                             "the one that is asked for")
+    draw_maps(figure, [figure.add_subplot(grid[row, 0]) for row in range(3)], maps, lam)
+    draw_accuracy(figure.add_subplot(grid[:, 1]), df)
+    return figure
 
 
 def draw_law(ax):
@@ -761,9 +783,9 @@ def draw_law(ax):
     color = report.STYLE["diff_linear"]["color"]
     ax.plot(lam, alone / (1 - lam), color="#777777")
     ax.plot(doses["lambda"], doses["measured"], "o", markersize=8, color=color)
-    ax.text(0.3, 25, "line: predicted\n$m_0 / (1 - \\lambda)$", color="#777777", ha="center")
-    ax.set(title="Untrained: it takes so many\nto outvote the right pair", ylabel="pairs in the crowd")
-    ax.set(xlim=(-0.05, 1.05), yscale="log", ylim=(1.5, 60))
+    ax.text(0.3, 22, f"line: predicted,\n{alone:.1f} / (1 - λ)", color="#777777", ha="center")
+    ax.set(title="Not trained: how large a crowd has to be\nto outvote the right pair")
+    ax.set(xlabel="λ", xlim=(-0.05, 1.05), ylabel="pairs in the crowd", yscale="log", ylim=(1.5, 60))
     ax.set_yticks([2, 5, 10, 20, 50], ["2", "5", "10", "20", "50"])
     ax.minorticks_off()
 
@@ -772,29 +794,25 @@ def draw_dose(ax, df):
     """Accuracy after training by the lambda that was held, a dot for each seed."""
     one_map = df.loc[df["arm"] == "linear 2 heads norm", "mean accuracy"]
     ax.axhline(one_map.mean(), color=report.STYLE["linear"]["color"])
-    ax.text(1.05, one_map.mean() - 0.03, "linear, 2 heads, norm", ha="right", va="top",
+    ax.text(1.05, one_map.mean() - 0.03, "linear, same heads,\nstate and norm", ha="right", va="top",
             color=report.STYLE["linear"]["color"])
     df = df[df["arm"].isin(DOSES)]
     lam = df["arm"].map({name: arm.frozen_lambda for name, arm in DOSES.items()})
     color = report.STYLE["diff_linear"]["color"]
     ax.plot(lam, df["mean accuracy"], "o", markersize=7, alpha=0.6, color=color)
     ax.plot(df["mean accuracy"].groupby(lam).mean(), color=color, linestyle="--")
-    ax.set(title="Trained with $\\lambda$ held: accuracy", xlabel="$\\lambda$")
+    ax.text(0.1, 0.85, "diff_linear\n(dots: seeds)", color=color)
+    ax.set(title="Trained with λ held fixed:\nright answers, mean over the crowds", xlabel="λ")
     ax.set(xlim=(-0.05, 1.05), ylim=(0, 1.05))
 
 
-def draw_crowd(df, maps, lam):
-    """The figure that says it all: three maps, accuracy by crowd, and the dose with its law."""
-    figure, _ = report.new_figure(size=(15, 6.2))
-    figure.clear()
-    grid = figure.add_gridspec(6, 3, width_ratios=(1.15, 1.05, 0.7))
-    report.add_title(figure, "Each of the two maps gives something to every pair. Their difference "
-                             "takes away what they share, and what is asked for remains")
-    rows = [slice(0, 2), slice(2, 4), slice(4, 6)]
-    draw_maps([figure.add_subplot(grid[row, 0]) for row in rows], maps, lam)
-    draw_law(figure.add_subplot(grid[:3, 2]))
-    draw_dose(figure.add_subplot(grid[3:, 2]), df)
-    draw_accuracy(figure.add_subplot(grid[:, 1]), df)
+def draw_doses(df):
+    """The dose of lambda and its law."""
+    figure, (left, right) = report.new_figure(columns=2, size=(11, 4.6))
+    draw_law(left)
+    draw_dose(right, df)
+    report.add_title(figure, "The more of the second map is taken away, the less the other pairs "
+                             "outvote the right one")
     return figure
 
 
@@ -809,29 +827,39 @@ def draw_phase(df):
     # without the lengths at which no arm learned anything in so few steps
     best = df.groupby("pairs")["mean accuracy"].max()
     lengths = best.index[best > 0.5].tolist() or best.index.tolist()
+    taus = sorted(df["tau"].unique())
+    # tau is drawn to scale, so that the border can be: a row reaches halfway to the next one
+    middles = [(low + high) / 2 for low, high in itertools.pairwise(taus)]
+    edges = [2 * taus[0] - middles[0], *middles, 2 * taus[-1] - middles[-1]]
     titles = ["softmax, 4 heads", "softmax, 2 heads", "diff, 2 heads of two maps"]
+    most = df.groupby(["arm", "tau", "pairs"]).size().max()
     for ax, arm, title in zip(axes, PHASE_ARMS, titles):
-        table = df[df["arm"] == arm].pivot_table("mean accuracy", "tau", "pairs")
-        table = table.reindex(index=PHASE_TAU, columns=lengths)
-        image = ax.imshow(table, origin="lower", aspect="auto", cmap="viridis", vmin=0, vmax=1)
-        for i, j in itertools.product(range(len(PHASE_TAU)), range(len(lengths))):
-            accuracy = table.iloc[i, j]
-            if not math.isnan(accuracy):
-                ax.text(j, i, f"{accuracy:.2f}", ha="center", va="center",
-                        color="black" if accuracy > 0.6 else "white")
+        cells = df[df["arm"] == arm].groupby(["tau", "pairs"])["mean accuracy"]
+        table = cells.mean().unstack().reindex(index=taus, columns=lengths)
+        sides = [j - 0.5 for j in range(len(lengths) + 1)]
+        mesh = ax.pcolormesh(sides, edges, table, cmap="viridis", vmin=0, vmax=1)
+        for (tau, N), n in cells.size().items():
+            if N not in lengths:
+                continue
+            accuracy = table.loc[tau, N]
+            few = "" if n == most else f"\n(n = {n})"
+            ax.text(lengths.index(N) - 0.2, tau, f"{accuracy:.2f}{few}", ha="center", va="center",
+                    color="black" if accuracy > 0.6 else "white")
         ax.set(title=title, xlabel="pairs in the text")
         ax.set_xticks(range(len(lengths)), lengths)
-        ax.set_yticks(range(len(PHASE_TAU)), [f"{tau:g}" for tau in PHASE_TAU])
+        ax.set_yticks(taus, [f"{tau:g}" for tau in taus])
         ax.grid(False)
-    border = np.interp([predicted_border(N) for N in lengths], PHASE_TAU, range(len(PHASE_TAU)))
-    (line,) = axes[0].plot(range(len(lengths)), border, color="#D55E00", linewidth=3)
-    axes[0].set_ylabel("largest logit $\\tau$")
-    figure.colorbar(image, ax=axes, label="accuracy")
+    for j, N in enumerate(lengths):
+        (line,) = axes[0].plot([j + 0.12, j + 0.45], [predicted_border(N)] * 2, color="#D55E00",
+                               linewidth=4)
+    axes[0].set_ylabel("largest attention logit, τ")
+    figure.colorbar(mesh, ax=axes, label="right answers")
     figure.legend([line], ["where 4 heads were predicted to be right in half of their answers"],
                   loc="outside lower center")
     steps = df["steps"].iloc[0]
-    report.add_title(figure, f"Trained for {steps:,} steps with no logit above τ, one softmax map "
-                             "needs a larger τ for each longer text. The difference needs far less")
+    report.add_title(figure, f"With no attention logit above τ and {steps:,} steps of training, one "
+                             "softmax map needs a larger τ for each longer text. The difference of "
+                             "two maps learns it with far smaller ones")
     return figure
 
 
@@ -854,11 +882,8 @@ def publish(runs, args):
     shown = trained[(trained["pairs"] == PICTURE_PAIRS) & (trained["steps"] == steps)]
     if shown.empty:
         raise ValueError("nothing to show yet: `python -m experiments.crowd train --groups=64`")
-    maps, lam = example_maps(steps)
-    alone, axes = report.new_figure(rows=3, size=(9, 4.6))
-    draw_maps(axes, maps, lam)
-    alone.savefig(args.out / "maps.png")
-    figure = draw_crowd(shown, maps, lam)
+    draw_doses(shown).savefig(args.out / "dose.png")
+    figure = draw_crowd(shown, *example_maps(steps))
     report.publish(args.out, "crowd", about, tables, figure, df[df["tau"].isna()])
     capped = final[final["tau"].notna()]
     if len(capped):
@@ -883,7 +908,7 @@ def phase_table(df):
 def main(argv=None):
     p = argparse.ArgumentParser(
         "crowd", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("verb", choices=["law", "train", "phase", "figure"])
+    p.add_argument("verb", choices=["maps", "law", "train", "phase", "figure"])
     p.add_argument("--out", type=Path, default="out/crowd", help="its folder (%(default)s)")
     p.add_argument("--procs", type=int, default=2, help="runs at once (%(default)s)")
     p.add_argument("--steps", type=int, help="steps of a run (1,500, in harder groups 2,000)")
@@ -899,6 +924,12 @@ def main(argv=None):
     if not set(args.choose_on) <= set(CHOOSE_SEEDS) or set(args.seed) & set(CHOOSE_SEEDS):
         raise ValueError("--choose_on takes 1 and 2, and --seed others: a run that chose a rate "
                          "is not reported")
+    report.check_can_publish(args.out)
+    if args.verb == "maps":
+        picture = args.out / "maps.png"
+        draw_picture(*example_maps(args.steps or PICTURE_STEPS)).savefig(picture)
+        print(f"-> {picture}")
+        return
     runs = Runs(args.out, args.procs)
     if args.verb == "law":
         for table in law():

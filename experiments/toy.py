@@ -43,6 +43,7 @@ What we predicted before the first run, and what came (nats per byte, rates chos
     heads by 0.03, and diff_linear stays 0.05 or more behind it.
     - Not trained yet.
 """
+import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
@@ -245,15 +246,40 @@ def differences_table(noise):
     return table, pd.DataFrame(of_decay, columns=["arm", "decay − no decay"])
 
 
-def finding(differences):
-    """The title of the first figure: what the difference of two maps does, all else being alike."""
-    said = []
-    for family in ("softmax", "linear"):
-        of = differences[differences["of"].str.endswith(f"no norm − {family} 2 heads")]
-        for _, row in of.iterrows():
-            cells = report.format_cell(row["without decay"]), report.format_cell(row["with decay"])
-            said.append("{} (with decay {}) in {} attention".format(*cells, family))
-    return f"The difference alone changes the loss by {', by '.join(said) or '(not known yet)'}"
+def finding(noise):
+    """The title of the first figure: what decay does to the gap of linear attention."""
+    gaps = []
+    for decay, words in ((False, "without decay"), (True, "with decay")):
+        gap = noise.difference(row_name("linear", decay), row_name("softmax", decay))
+        if gap:
+            gaps.append(f"{gap.mean:+.2f} {words}")
+    return f"Linear attention minus softmax: {', '.join(gaps) or 'not known yet'}"
+
+
+def draw_losses(runs, unit):
+    """A row for each arm and a dot for each run. Where the losses fall into clusters that are far
+    from each other, the empty space between them is cut out."""
+    arms = {row_name(arm, decay): arm for arm in ARMS for decay in (False, True)}
+    dots = runs.assign(arm=runs["row"].map(arms).str.replace("diff_v2 narrow", "DIFF V2"))
+    # both conditions of an arm share its line of the figure
+    dots["mask"] = dots["decay"].map({False: "no decay", True: "decay"})
+    dots = dots.sort_values("decay", kind="stable")  # the first condition is drawn hollow
+    losses = dots["loss"].dropna().sort_values().to_numpy()
+    gaps = np.diff(losses)
+    clusters = np.split(losses, np.flatnonzero(gaps > max(0.2, 0.4 * np.ptp(losses))) + 1)
+    widths = [cluster[-1] - cluster[0] + 0.04 for cluster in clusters]
+    figure, axes = report.new_figure(
+        columns=len(clusters), size=(11, 7), sharey=True, width_ratios=widths)
+    for ax, cluster in zip(axes, clusters):
+        report.dot_plot(ax, dots, "loss", row="arm", condition="mask", pool="pool")
+        ax.set_xlim(cluster[0] - 0.02, cluster[-1] + 0.02)
+        ax.locator_params(axis="x", nbins=5)
+    for ax in axes[1:]:
+        ax.spines["left"].set_visible(False)
+        ax.tick_params(axis="y", length=0)
+    label = f"val loss, {unit} (dots: runs; bars: 95 % intervals of the means)"
+    figure.supxlabel(label, fontsize=report.LOOK["font.size"])
+    return figure
 
 
 def controls_table(noise):
@@ -278,18 +304,8 @@ def publish_arms(result, out):
         f"What decay does, {unit}": decay,
         **result.rates,
     }
-    figure, (left, right) = report.new_figure(columns=2, size=(16, 7))
-    arms = {row_name(arm, decay): arm for arm in ARMS for decay in (False, True)}
-    dots = noise.runs.assign(arm=noise.runs["row"].map(arms))
-    # both conditions of an arm share its line of the figure
-    dots["mask"] = dots["decay"].map({False: "no decay", True: "decay"})
-    dots = dots.sort_values("decay", kind="stable")  # the first condition is drawn hollow
-    report.dot_plot(left, dots, "loss", row="arm", condition="mask", pool="pool")
-    left.set(xlabel=f"val loss, {unit}")
-    columns = {"without decay": (False, -0.14), "with decay": (True, 0.14)}
-    grid.draw_differences(right, differences, "of", columns)
-    right.set(xlabel=f"difference of the two, {unit}; left: the first is better")
-    report.add_title(figure, finding(differences))
+    figure = draw_losses(noise.runs, unit)
+    report.add_title(figure, finding(noise))
     about = result.about | noise.sentences()
     report.publish(out, "toy", about, tables, figure, result.every_run)
 

@@ -523,9 +523,11 @@ def test_the_title_compares_within_a_round_as_the_table_does():
         for number, value in enumerate(values, 1):
             rounds.append({"arm": arm, "T": 64, "round": number, "tokens/s": value})
             rounds.append({"arm": arm, "T": 32, "round": number, "tokens/s": 1 / value})
-    assert bench.fastest(pd.DataFrame(rounds), "softmax") == "diff, 1.2 × softmax"
-    assert bench.fastest(pd.DataFrame(rounds), "diff") == "diff"
-    assert bench.fastest(pd.DataFrame(rounds), "an arm that failed") == "diff"
+    rounds = pd.DataFrame(rounds)
+    assert bench.fastest(rounds, "softmax", 64) == "diff (1.2 × softmax)"
+    assert bench.fastest(rounds, "softmax", 32) == "softmax"
+    assert bench.fastest(rounds, "diff", 64) == "diff"
+    assert bench.fastest(rounds, "an arm that failed", 64) == "diff"
 
 
 def test_speed_times_attention_and_the_training_step(tiny_toy):
@@ -568,9 +570,10 @@ def test_the_title_names_every_part(tiny_toy, monkeypatch):
     monkeypatch.setattr(report, "add_title", lambda figure, title: titles.append(title))
     flags = ["--device=cpu", "--repeats=1", "--T=16", "--arms=softmax", "--num_samples=1,2,3"]
     measured("decode", *flags)
-    parts = ["one sequence", "2 sequences at once", "3 sequences at once"]
-    findings = [f"softmax ({part}, 16 tokens)" for part in parts]
-    assert titles == [f"Fastest: {'; '.join(findings)}"]
+    sequences = ["one sequence", "2 sequences at once", "3 sequences at once"]
+    findings = [f"sampling {of}: softmax at 16 tokens" for of in sequences]
+    fastest = f"Fastest in {'; in '.join(findings)}"
+    assert titles == [f"{fastest}. Smallest state: softmax (1/1 of softmax's)"]
 
 
 @pytest.mark.parametrize(

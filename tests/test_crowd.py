@@ -194,7 +194,7 @@ def test_all_parts_run_stop_and_go_on(tmp_path, small, monkeypatch, capsys):
     rows = [json.loads(line) for line in lines]
     n_train = len(crowd.SHOWN) * 4  # two seeds to choose a rate, two to report
     arms = len(crowd.PHASE_ARMS)
-    n_phase = arms * 2 * (1 + 2)  # arms x sharpness, each on one seed for its rate and two more
+    n_phase = arms * 2 * (2 + 2)  # arms x sharpness, each on two seeds for its rate and two more
     assert len(rows) == n_train + n_phase
     assert all(len(row["accuracy"]) == 5 and math.isfinite(row["loss"]) for row in rows)
 
@@ -222,7 +222,9 @@ def test_all_parts_run_stop_and_go_on(tmp_path, small, monkeypatch, capsys):
     table = next(iter(published["tables"].values()))
     assert {row["arm"]: row["n"] for row in table} == dict.fromkeys(crowd.SHOWN, 2)
     assert len(json.loads((tmp_path / "phase.json").read_text())["runs"]) == n_phase
+    crowd.main(["maps", "--steps=2", out])
     assert (tmp_path / "maps.png").stat().st_size > 10_000
+    assert (tmp_path / "dose.png").stat().st_size > 10_000
     assert (tmp_path / "crowd.png").stat().st_size > 10_000
     assert (tmp_path / "phase.png").stat().st_size > 10_000
 

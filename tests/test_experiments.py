@@ -292,14 +292,14 @@ def test_toy_publishes_the_rows_that_are_there():
     toy.main([*flags, "--seed=3,4", "--rows=softmax*"])
     result = published("toy")
     rows = {row["row"]: row for row in table_of(result)}
-    assert len(rows) == 3 + 4
+    assert len(rows) == 3 + 6
     assert rows["diff"]["seeds"] == 1
     assert rows["softmax 2 heads + decay"]["seeds"] == 2
     assert rows["diff_v2 narrow"]["parameters"] == rows["softmax"]["parameters"]
     of = {row["of"]: row for row in table_of(result, 1)}
     expected = rows["diff"]["val loss"]["mean"] - rows["softmax"]["val loss"]["mean"]
     assert of["diff − softmax"]["without decay"]["mean"] == pytest.approx(expected)
-    assert len(result["runs"]) == 3 + 2 * 4
+    assert len(result["runs"]) == 3 + 2 * 6
 
 
 def test_rows_of_other_settings_are_not_published_beside_those_that_are_picked(trained):
@@ -318,7 +318,7 @@ def test_every_row_of_the_toy_is_another_model():
         (config,) = train.parse(own)
         config.vocab_size = 257
         configs[name] = config.model_config()
-    assert len({repr(config) for config in configs.values()}) == len(rows) == 18 + 9
+    assert len({repr(config) for config in configs.values()}) == len(rows) == 22 + 9
     for name, config in configs.items():
         assert config.decay == ("+ decay" in name or "short head" in name)
     # softmax has an MLP of width 336 here, and what second queries cost is 44 of it
@@ -337,7 +337,7 @@ def test_the_rows_of_the_toy_that_never_forget_are_a_pool():
     pools = toy.add_pools(runs).set_index("row")["pool"]
     loud = set(pools[pools == "linear attention without decay"].index)
     assert loud == {
-        "linear", "linear 2 heads", "diff_linear", "diff_linear no norm",
+        "linear", "linear 2 heads", "linear 2 heads norm", "diff_linear", "diff_linear no norm",
         "linear one short head", "linear token shift", "linear no rotation",
     }
 
