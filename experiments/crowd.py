@@ -184,7 +184,7 @@ MORE = {
 ARMS = CORE | DOSES | CONTROLS | MORE
 HARDER = (
     "linear", "linear 2 heads", "linear 2 heads norm", "diff_linear norm", "signed 2 heads norm",
-    "delta 2 heads norm", "softmax")
+    "delta 2 heads norm", "softmax", "diff norm", "diff_linear")
 
 
 @dataclass(frozen=True)
