@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from model import ATTENTION
+from experiments.diff_v2 import matched_width
+from model import ATTENTION, MLP, GPTConfig
 
 HERE = Path(__file__).parent.parent
 README = (HERE / "README.md").read_text()
@@ -31,12 +32,20 @@ def test_its_quotes_are_verbatim():
         assert quote.count("\n") <= 12
 
 
-def test_its_layer_runs():
-    layers = [block for block in BLOCKS if "Diff(config" in block]
+@pytest.mark.parametrize("start, heads", [("layer = Diff(", 6), ("layer = DiffV2(", 12)])
+def test_its_layers_run(start, heads):
+    (block,) = [block for block in BLOCKS if start in block]
     names = {}
-    exec(layers[0], names)
+    exec(block, names)
     assert names["y"].shape == (2, 100, 768)
-    assert names["layer"].n_value_head == 6
+    assert names["layer"].n_value_head == heads
+
+
+def test_its_width_gives_diff_v2_the_parameters_of_softmax():
+    width = 1788
+    assert f"{width:,}, where softmax has 2,048" in README
+    assert width == matched_width(768, 12)
+    assert MLP(GPTConfig(n_embd=768)).down_proj.in_features == 2048
 
 
 def test_its_fifth_arm_trains():
@@ -86,6 +95,9 @@ def test_its_flags_exist(program, flags, capsys):
     verb = [word for word in words if not word.startswith("-")][:1] if has_verbs else []
     with pytest.raises(SystemExit):
         importlib.import_module(program).main([*verb, "--help"])
+    if program in ("experiments.toy", "experiments.ablations"):
+        with pytest.raises(SystemExit):
+            importlib.import_module("train").main(["--help"])  # which takes their other flags
     known = re.findall(r"--\w+", capsys.readouterr().out)
     assert set(re.findall(r"--\w+", flags)) <= set(known)
 
