@@ -165,16 +165,18 @@ def run_all(runs, args):
 
 
 def choose_rates(args):
-    """Each arm's rate, that with the best mean accuracy by pairs on seeds that are not reported,
-    and a table of what was tried. A single rate is not chosen but used."""
+    """Each arm's rate: the one of --lr with the best mean accuracy by pairs on --choose_on.
+
+    Returns {arm: rate}, the rows of the runs that chose, and a table of all rates. A single rate
+    is not chosen but used."""
     if len(args.lr) == 1:
-        return dict.fromkeys(ATTENTION, args.lr[0]), {}
+        return dict.fromkeys(ATTENTION, args.lr[0]), pd.DataFrame(), {}
     trials, _ = run_all(itertools.product(ATTENTION, args.lr, args.choose_on), args)
     by_pairs = trials[trials["by"] == "pairs"]
     tried = by_pairs.pivot_table("accuracy", "attn", "lr", sort=False)
     seeds = ", ".join(map(str, args.choose_on))
-    title = f"Mean accuracy by rate, on the seeds {seeds} that chose it"
-    return tried.idxmax(axis=1), {title: tried.reset_index().rename(columns=str)}
+    title = f"Mean accuracy by pairs at each rate. The seeds that chose: {seeds}"
+    return tried.idxmax(axis=1), trials, {title: tried.reset_index().rename(columns=str)}
 
 
 def draw(df, decay):
@@ -201,7 +203,7 @@ def main(argv=None):
     p.add_argument("--seed", type=seeds, default=[3, 4, 5], help="to report (3,4,5)")
     p.add_argument("--choose_on", type=seeds, default=[1, 2], help="for rates (1,2)")
     p.add_argument("--lr", type=comma_list(positive_number), default=[1e-3, 3e-3],
-                   help="peak rates, each arm takes its best (1e-3,3e-3)")
+                   help="peak rates. Each arm takes its best of these (1e-3,3e-3)")
     p.add_argument("--steps", type=int, default=1000, help="training steps of each (1000)")
     p.add_argument("--decay", action="store_true", help="masks that forget, in every arm")
     p.add_argument("--texts", type=int, default=256, help="texts behind a figure (256)")
@@ -213,7 +215,7 @@ def main(argv=None):
     refuse_shared_seeds(args.seed, args.lr, args.choose_on)
     report.check_can_publish(args.out)
 
-    rates, tried = choose_rates(args)
+    rates, trials, tried = choose_rates(args)
     df, attention = run_all(
         [(attn, rates[attn], seed) for attn in ATTENTION for seed in args.seed], args)
     tables = {}
@@ -228,7 +230,8 @@ def main(argv=None):
         torch.device(args.device), steps=args.steps, decay=args.decay, seeds=args.seed, batch=BATCH,
         texts=args.texts, guessing=1 / VALUES)
     name = "recall_decay" if args.decay else "recall"  # two commands, two pages
-    report.publish(args.out, name, about, tables | tried, draw(df, args.decay), df)
+    runs = pd.concat([trials, df])
+    report.publish(args.out, name, about, tables | tried, draw(df, args.decay), runs)
 
 
 if __name__ == "__main__":

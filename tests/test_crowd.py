@@ -293,11 +293,14 @@ def test_recall_from_training_to_the_page(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "recall_decay.json").read_text())["about"]["decay"] is True
     assert ["with decay" in title for title in titles] == [False, True]
     published = json.loads((tmp_path / "recall.json").read_text())
-    runs = {(row["attn"], row["seed"]) for row in published["runs"]}
-    assert runs == {(attn, seed) for attn in recall.ATTENTION for seed in (3, 4)}
-    for attn, group in itertools.groupby(published["runs"], lambda row: row["attn"]):
-        assert len({row["lr"] for row in group}) == 1
-    assert "on the seeds 1 that chose it" in (tmp_path / "recall.md").read_text()
+    runs = {(row["attn"], row["seed"], row["lr"]) for row in published["runs"]}
+    trials = set(itertools.product(recall.ATTENTION, [1], [1e-3, 3e-3]))
+    assert trials < runs
+    # each arm at one rate
+    reported = {(attn, seed) for attn, seed, _ in runs - trials}
+    assert reported == set(itertools.product(recall.ATTENTION, [3, 4]))
+    assert len(runs - trials) == len(reported)
+    assert "The seeds that chose: 1" in (tmp_path / "recall.md").read_text()
     with pytest.raises(ValueError, match="share 3"):
         recall.main(["--seed=3", "--choose_on=3"])
     assert (tmp_path / "recall.png").stat().st_size > 10_000
