@@ -442,7 +442,7 @@ def draw_timings(timings, facts, first):
         # only what is timed first: the forward part and the recomputing are in the table
         rounds = rounds[rounds["what"] == rounds["what"].iloc[0]]
         draw_speeds(ax, rounds)
-        ax.set_title(f"{part} (shaded: half of the rounds)")
+        ax.set_title(f"{part} (shaded: middle half of the rounds)")
         lengths = sorted({rounds["T"].min(), rounds["T"].max()})
         winners = [f"{fastest(rounds, first, T)} at {T:,} tokens" for T in lengths]
         findings.append(f"{part}: {', '.join(winners)}")
@@ -451,9 +451,10 @@ def draw_timings(timings, facts, first):
         facts = facts.dropna(subset=[STATE]).drop_duplicates(["arm", "T"])
         draw_state(axes[-1], facts)
         sizes = facts[facts["T"] == facts["T"].max()].set_index("arm")[STATE]
-        if first in sizes:
-            times = sizes[first] / sizes.min()
-            finding += f". Smallest state: {sizes.idxmin()} (1/{times:.0f} of {first}'s)"
+        least = sizes[sizes == sizes.min()].index
+        finding += f". Smallest state: {' and '.join(least)}"
+        if first in sizes and first not in least:
+            finding += f" ({first}'s is {sizes[first] / sizes.min():.1f} times as large)"
     report.add_title(figure, finding)
     return figure
 
