@@ -4,7 +4,7 @@ When does the difference of two attention maps help? A task of seconds that answ
     python -m experiments.crowd maps      # trains one diff_linear and draws its maps: half a minute
     python -m experiments.crowd law       # the law on an untrained layer: seconds
     python -m experiments.crowd train     # every arm on the task: three to four hours of one core
-    python -m experiments.crowd phase     # capped softmax, by sharpness and length: two to three hours
+    python -m experiments.crowd phase     # capped softmax by sharpness and length: two to three hours
     python -m experiments.crowd figure    # tables and figures of all runs that are there
 
 `train` and `phase` append one JSON line for each finished run to <out>/runs.jsonl. A run that is
@@ -61,8 +61,8 @@ number is said):
       one that is held at 0.9.
 7.  The norm changes linear's accuracy by less than 0.05: it doesn't subtract.
     - 0.93 to 0.89, and 0.79 to 0.84 with two heads: at the limit, within the spread of the seeds.
-8.  Signed features without a difference (no phi, no row sums, a norm): 0.95 or more with four heads,
-    0.98 or more with two. So what counts is the sign, not that there are two maps.
+8.  Signed features without a difference (no phi, no row sums, a norm): 0.95 or more with four
+    heads, 0.98 or more with two. So what counts is the sign, not that there are two maps.
     - No with four heads: 0.93 (0.81 to 0.97). Yes with two: 0.994.
 9.  The delta rule, keys of length one: 0.9 or more with four heads, 0.97 or more with two.
     - Yes: 0.978 and 0.997. With two heads it is the best of all linear arms.
@@ -922,8 +922,8 @@ def main(argv=None):
     p.add_argument("verb", choices=["maps", "law", "train", "phase", "figure"])
     p.add_argument("--out", type=Path, default="out/crowd", help="its folder (%(default)s)")
     p.add_argument("--procs", type=int, default=2, help="runs at once (%(default)s)")
-    p.add_argument("--steps", type=int, help="steps of a run, and which runs `figure` draws (1,500; 2,000 "
-                   "and 6,000 in some groups)")
+    p.add_argument("--steps", type=int, help="steps of a run, and which runs `figure` draws (1,500; "
+                   "2,000 and 6,000 in some groups)")
     seeds = comma_list(int_from_0)
     p.add_argument("--seed", type=seeds, default=REPORT_SEEDS, help="to report (3,4,5,6,7)")
     p.add_argument("--choose_on", type=seeds, default=CHOOSE_SEEDS, help="for rates (1,2)")

@@ -38,8 +38,8 @@ What we predicted before the runs of each item, and what came (nats per byte, --
       token shift 0.450, which is 73 %. In softmax the shift brings 0.023 and decay 0.035, which is
       not told apart. So what linear attention lacks without decay is a look at the nearest tokens.
 5.  With rows that sum to 1, a plus in the place of the minus costs less than 0.01 nats.
-    - Not decided: the plus costs 0.005 +- 0.017. And with rows that sum to 1 the second version has lost
-      its gain: minus 0.010 and plus 0.015 above softmax, both +- 0.017.
+    - Not decided: the plus costs 0.005 +- 0.017. And with rows that sum to 1 the second version has
+      lost its gain: minus 0.010 and plus 0.015 above softmax, both +- 0.017.
 6.  The norm costs one map what it costs two: softmax with two heads 0.06, and linear attention
     with two heads 0.04 with decay. So where both have the norm, the difference alone is again less
     than 0.02 with decay and in softmax. Without decay the norm helps linear attention with two
