@@ -71,7 +71,11 @@ def main(argv=None):
     figure, (ax,) = report.new_figure(size=(9, 5))
     report.dot_plot(ax, noise.runs, "loss", row="row")
     ax.set(xlabel=f"val loss, {unit}")
-    report.add_title(figure, "Table 6: each run is a dot")
+    means = {row: noise.mean(row).mean for row in table["row"]}
+    best = min(means, key=means.get)
+    worst = max(means, key=means.get)
+    finding = f"Best of Table 6: {best}. Worst: {worst} (dots: runs; bars: 95 % intervals)"
+    report.add_title(figure, finding)
     tables = {f"Table 6: final val loss, {unit}": table, **result.rates}
     about = result.about | noise.sentences()
     report.publish(args.out, "ablations", about, tables, figure, result.every_run)
