@@ -412,9 +412,9 @@ def context(args, checkpoints):
     label_powers(ax, args.contexts)
     ax.axhline(0, color="#777777", linewidth=1)
     ax.set(xlabel="how many of the last tokens a model sees",
-           ylabel="change of the loss, nats per token")
+           ylabel="nats per token (below 0: better without)")
     report.label_ends(ax)
-    title = "What a model loses if it sees only the last tokens. Below 0 it gains"
+    title = "The loss with the last tokens only, minus that with all tokens"
     report.add_title(figure, title)
     about = text.about | dict(targets=targets, block=T)
     publish(args, "context", about, tables, figure, rows)

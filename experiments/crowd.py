@@ -736,7 +736,8 @@ def draw_maps(figure, axes, maps, lam):
         for q in range(QUERIES):  # the right cell of each query
             ax.add_patch(Rectangle((q - 0.5, q - 0.5), 1, 1, fill=False, linewidth=1.2))
         ax.axvline(N - m - 0.5, color="black", linewidth=1)
-    figure.colorbar(image, ax=axes, label="weight", fraction=0.03, pad=0.02)
+    bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.02)
+    bar.ax.set_title("weight", loc="center")
     others = N - m - QUERIES
     crowd = f"{m} pairs with one\nvalue: the crowd"
     labels = [f"{QUERIES}\nasked for", f"{others} other pairs", crowd]
@@ -818,9 +819,9 @@ def draw_doses(df):
     draw_law(left)
     draw_dose(right, df)
     doses = df[df["arm"].isin(DOSES)].groupby("arm")["mean accuracy"].mean()
-    finding = "Not trained, a larger λ needs a larger crowd."
+    finding = "The larger λ, the more pairs it takes to outvote the right one."
     if len(doses):
-        finding += f" Trained, λ = {DOSES[doses.idxmax()].frozen_lambda:g} is best of those held"
+        finding += f" Of those trained, λ = {DOSES[doses.idxmax()].frozen_lambda:g} is best"
     report.add_title(figure, finding)
     return figure
 
@@ -865,9 +866,8 @@ def draw_phase(df):
     figure.legend([line], ["where 4 heads were predicted to be right in half of their answers"],
                   loc="outside lower center")
     steps = df["steps"].iloc[0]
-    report.add_title(figure, f"With no attention logit above τ and {steps:,} steps of training, one "
-                             "softmax map needs a larger τ for each longer text. The difference of "
-                             "two maps learns it with far smaller ones")
+    report.add_title(figure, f"Attention logits capped at τ, {steps:,} steps: softmax needs a larger "
+                             "τ for longer texts, the difference of two maps a far smaller one")
     return figure
 
 
