@@ -186,10 +186,10 @@ CONTROL_COMPARISONS = [
     ("decay", "softmax + decay", "softmax"),
     ("a token shift", "softmax token shift", "softmax"),
     ("a norm", "softmax norm", "softmax"),
-    ("DIFF V2 for softmax", "diff_v2 narrow", "softmax"),
-    ("the same, rows sum to 1", "diff_v2 narrow minus matched", "softmax"),
-    ("the same, rows sum to 1, with a plus", "diff_v2 narrow plus matched", "softmax"),
-    ("... the minus for the plus", "diff_v2 narrow minus matched", "diff_v2 narrow plus matched"),
+    ("DIFF V2", "diff_v2 narrow", "softmax"),
+    ("DIFF V2, rows sum to 1", "diff_v2 narrow minus matched", "softmax"),
+    ("a plus, rows sum to 1", "diff_v2 narrow plus matched", "softmax"),
+    ("minus instead of plus", "diff_v2 narrow minus matched", "diff_v2 narrow plus matched"),
 ]
 
 
@@ -355,7 +355,7 @@ def publish_controls(result, out):
         grid.draw_differences(ax, part, "what is changed", {"difference": (True, 0)}, limit)
         ax.set(xlabel=f"change of the val loss, {unit}")
     axes[0].set_title("linear attention (left: better)")
-    axes[1].set_title("softmax attention (left: better; another scale)")
+    axes[1].set_title("softmax, another scale")
     report.add_title(figure, controls_finding(noise))
     about = result.about | noise.sentences()
     report.publish(out, "controls", about, tables, figure, result.every_run)
