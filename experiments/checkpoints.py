@@ -412,9 +412,11 @@ def context(args, checkpoints):
     label_powers(ax, args.contexts)
     ax.axhline(0, color="#777777", linewidth=1)
     ax.set(xlabel="how many of the last tokens a model sees",
-           ylabel="nats per token (below 0: better without)")
+           ylabel="loss minus that with all, nats per token")
     report.label_ends(ax)
-    title = "The loss with the last tokens only, minus that with all tokens"
+    means = df.groupby(["arm", "context"], sort=False)["cost"].mean().groupby("arm").min()
+    better = ", ".join(means.index[means < -0.01]) or "none"
+    title = f"More than 0.01 better if it sees only the last tokens: {better}"
     report.add_title(figure, title)
     about = text.about | dict(targets=targets, block=T)
     publish(args, "context", about, tables, figure, rows)

@@ -775,7 +775,7 @@ def draw_crowd(df, maps, lam):
     figure, _ = report.new_figure(size=(14, 5.6))
     figure.clear()
     grid = figure.add_gridspec(3, 2, width_ratios=(1.25, 1))
-    report.add_title(figure, "Both maps of a trained head give something to every pair. In their "
+    report.add_title(figure, "Both maps of a diff_linear head see every pair. In their "
                              "difference the pair that is asked for stands out")
     draw_maps(figure, [figure.add_subplot(grid[row, 0]) for row in range(3)], maps, lam)
     draw_accuracy(figure.add_subplot(grid[:, 1]), df)
