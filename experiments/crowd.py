@@ -720,7 +720,7 @@ def example_maps(steps):
     return torch.stack((A[2 * head], A[2 * head + 1], difference[head])), lam
 
 
-def draw_maps(figure, axes, maps, lam):
+def draw_maps(axes, maps, lam):
     """The maps of example_maps below one another."""
     from matplotlib.patches import Rectangle
 
@@ -739,7 +739,7 @@ def draw_maps(figure, axes, maps, lam):
         for q in range(QUERIES):  # the right cell of each query
             ax.add_patch(Rectangle((q - 0.5, q - 0.5), 1, 1, fill=False, linewidth=1.2))
         ax.axvline(N - m - 0.5, color="black", linewidth=1)
-    bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.02)
+    bar = axes[0].figure.colorbar(image, ax=axes, fraction=0.03, pad=0.02)
     bar.ax.set_title("weight", loc="center")
     others = N - m - QUERIES
     crowd = f"{m} pairs with one\nvalue: the crowd"
@@ -751,7 +751,7 @@ def draw_maps(figure, axes, maps, lam):
 def draw_picture(maps, lam):
     """The maps alone."""
     figure, axes = report.new_figure(rows=3, size=(9, 5.2))
-    draw_maps(figure, axes, maps, lam)
+    draw_maps(axes, maps, lam)
     return figure
 
 
@@ -777,7 +777,7 @@ def draw_crowd(df, maps, lam):
     grid = figure.add_gridspec(3, 2, width_ratios=(1.25, 1))
     report.add_title(figure, "Both maps of a diff_linear head see every pair. In their "
                              "difference the pair that is asked for stands out")
-    draw_maps(figure, [figure.add_subplot(grid[row, 0]) for row in range(3)], maps, lam)
+    draw_maps([figure.add_subplot(grid[row, 0]) for row in range(3)], maps, lam)
     draw_accuracy(figure.add_subplot(grid[:, 1]), df)
     return figure
 
