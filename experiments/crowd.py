@@ -4,7 +4,7 @@ When does the difference of two attention maps help? A task of seconds that answ
     python -m experiments.crowd maps      # trains one diff_linear and draws its maps: half a minute
     python -m experiments.crowd law       # the law on an untrained layer: seconds
     python -m experiments.crowd train     # every arm on the task: three to four hours of one core
-    python -m experiments.crowd phase     # capped softmax by sharpness and length: two to three hours
+    python -m experiments.crowd phase     # capped softmax, by sharpness and length: two to three h
     python -m experiments.crowd figure    # tables and figures of all runs that are there
 
 `train` and `phase` append one JSON line for each finished run to <out>/runs.jsonl. A run that is
@@ -88,9 +88,9 @@ number is said):
       its border does depend on tau: 0.53 at tau = 0.5, where it has 1.00 and 0.97 for N = 32 and
       64. Longer texts are not trained: they need more steps.
 13. The same with four times the steps, N = 128, predicted when two such runs of softmax with 4
-    heads were known (0.18 and 0.91 at tau = 1.5):
+    heads were known (0.18 and 0.91 at tau = 1.5). With --choose_on=1 --seed=3,4,5 it is
 
-        python -m experiments.crowd phase --pairs=128 --tau=1,1.5,2 --steps=6000 --choose_on=1 --seed=3,4,5
+        python -m experiments.crowd phase --pairs=128 --tau=1,1.5,2 --steps=6000
 
     Softmax is below 0.1 at tau = 1 and above 0.95 at tau = 2, so its border is near 1.4 in the
     place of 2.35: it moves, and there is still one. The difference is above 0.99 at all three.
@@ -545,7 +545,7 @@ def train(runs, args):
 def phase(runs, args):
     """Capped softmax, one map and the difference, over length and sharpness.
 
-    Each cell has its own rate: where one cell can't learn, it can't choose a rate for the others."""
+    Each cell has its own rate: a cell that can't learn can't choose a rate for the others."""
     steps = args.steps or PHASE_STEPS
     for N in args.pairs:
         likes = [Run(arm, 0, 0, N, steps, tau) for tau in args.tau for arm in PHASE_ARMS]
@@ -925,8 +925,8 @@ def main(argv=None):
     p.add_argument("verb", choices=["maps", "law", "train", "phase", "figure"])
     p.add_argument("--out", type=Path, default="out/crowd", help="its folder (%(default)s)")
     p.add_argument("--procs", type=int, default=2, help="runs at once (%(default)s)")
-    p.add_argument("--steps", type=int, help="steps of a run, and which runs `figure` draws (1,500; "
-                   "2,000 and 6,000 in some groups)")
+    p.add_argument("--steps", type=int, help="steps of a run, and of the runs that `figure` draws "
+                   "(1,500; 2,000 and 6,000 in some groups)")
     seeds = comma_list(int_from_0)
     p.add_argument("--seed", type=seeds, default=REPORT_SEEDS, help="to report (3,4,5,6,7)")
     p.add_argument("--choose_on", type=seeds, default=CHOOSE_SEEDS, help="for rates (1,2)")
