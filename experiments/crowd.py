@@ -689,6 +689,7 @@ def contrast_table(df):
 # the first figure is of these runs
 PICTURE_PAIRS = 64
 PICTURE_STEPS = 2000
+PICTURE_RATE = 3e-3  # of the diff_linear whose maps are shown: its best one at this task
 # its lines, and what it calls them
 SHOWN = {
     "softmax": "softmax",
@@ -705,7 +706,7 @@ def example_maps(steps):
     The pairs are sorted: those asked for in the order of the queries, the others, the crowd."""
     torch.set_num_threads(1)
     with torch.enable_grad():
-        run = Run("diff_linear norm", 3e-3, REPORT_SEEDS[0], PICTURE_PAIRS, steps)
+        run = Run("diff_linear norm", PICTURE_RATE, REPORT_SEEDS[0], PICTURE_PAIRS, steps)
         model = train_reader(run)
     generator = torch.Generator().manual_seed(10**6)
     texts = make_texts(generator, 1, PICTURE_PAIRS, PICTURE_PAIRS // 4)
@@ -861,16 +862,17 @@ def draw_phase(df):
         ax.set_xticks(range(len(lengths)), lengths)
         ax.set_yticks(taus, [f"{tau:g}" for tau in taus])
         ax.grid(False)
-    for j, N in enumerate(lengths):
-        (line,) = axes[0].plot(
-            [j + 0.12, j + 0.45], [predicted_border(N)] * 2, color="#D55E00", linewidth=4)
     axes[0].set_ylabel("largest attention logit, τ")
     figure.colorbar(mesh, ax=axes, label=f"right answers, mean of {most} seeds")
-    figure.legend([line], ["where 4 heads were predicted to be right in half of their answers"],
-                  loc="outside lower center")
     steps = df["steps"].iloc[0]
-    report.add_title(figure, f"Attention logits capped at τ, {steps:,} steps: softmax needs a larger "
-                             "τ for longer texts, the difference of two maps a far smaller one")
+    if steps == PHASE_STEPS:  # of which the prediction speaks
+        for j, N in enumerate(lengths):
+            (line,) = axes[0].plot(
+                [j + 0.12, j + 0.45], [predicted_border(N)] * 2, color="#D55E00", linewidth=4)
+        figure.legend([line], ["where 4 heads were predicted to be right in half of their answers"],
+                      loc="outside lower center")
+    report.add_title(figure, f"Attention logits capped at τ, {steps:,} steps: softmax needs a "
+                             "larger τ for longer texts, the difference of two maps a smaller one")
     return figure
 
 

@@ -320,8 +320,8 @@ def controls_finding(noise):
         return "What decay brings to linear attention"
     head = of_head.mean / of_decay.mean
     shift = of_shift.mean / of_decay.mean
-    return (f"Of what decay brings to linear attention, one head of span 4 alone brings {head:.0%}, "
-            f"a token shift {shift:.0%}")
+    return ("Of what decay brings to linear attention, one head of span 4 alone brings "
+            f"{head:.0%}, a token shift {shift:.0%}")
 
 
 def controls_table(noise):
@@ -334,35 +334,8 @@ def controls_table(noise):
     return pd.DataFrame(table, columns=["what is changed", "of", "difference"])
 
 
-def publish_arms(result, out):
-    """Tables and figure of the first part."""
-    runs = result.runs
-    noise = report.Noise(grid.without_diverged(runs))
-    unit = bench.unit(runs)
-    differences, decay = differences_table(noise)
-    tables = {
-        f"Final val loss, {unit}": grid.losses_table(runs, noise),
-        f"Differences of two arms, {unit}": differences,
-        f"What decay does, {unit}": decay,
-        **result.rates,
-    }
-    figure = draw_losses(noise, unit)
-    report.add_title(figure, finding(noise))
-    about = result.about | noise.sentences()
-    report.publish(out, "toy", about, tables, figure, result.every_run)
-
-
-def publish_controls(result, out):
-    """Tables and figure of the second part."""
-    runs = result.runs
-    noise = report.Noise(grid.without_diverged(runs))
-    unit = bench.unit(runs)
-    table = controls_table(noise)
-    tables = {
-        f"Final val loss, {unit}": grid.losses_table(runs, noise),
-        f"Differences of two rows, {unit}": table,
-        **result.rates,
-    }
+def draw_controls(table, unit):
+    """What each change of plain linear attention brings, and each change of plain softmax."""
     figure, axes = report.new_figure(columns=2, size=(16, 4.6))
     # the other rows of the table are changes of something else than a plain arm
     for ax, arm, limit in zip(axes, ("linear", "softmax"), (1, 0.1)):
@@ -371,9 +344,29 @@ def publish_controls(result, out):
         ax.set(xlabel=f"change of the val loss, {unit}")
     axes[0].set_title("linear attention (left: better)")
     axes[1].set_title("softmax, another scale")
-    report.add_title(figure, controls_finding(noise))
+    return figure
+
+
+def publish(result, args):
+    """Tables and figure of the first part, or with --controls of the second."""
+    runs = add_pools(result.runs)
+    noise = report.Noise(grid.without_diverged(runs))
+    unit = bench.unit(runs)
+    tables = {f"Final val loss, {unit}": grid.losses_table(runs, noise)}
+    if args.controls:
+        differences = controls_table(noise)
+        tables[f"Differences of two rows, {unit}"] = differences
+        figure = draw_controls(differences, unit)
+        report.add_title(figure, controls_finding(noise))
+    else:
+        differences, decay = differences_table(noise)
+        tables[f"Differences of two arms, {unit}"] = differences
+        tables[f"What decay does, {unit}"] = decay
+        figure = draw_losses(noise, unit)
+        report.add_title(figure, finding(noise))
+    name = "controls" if args.controls else "toy"
     about = result.about | noise.sentences()
-    report.publish(out, "controls", about, tables, figure, result.every_run)
+    report.publish(args.out, name, about, tables | result.rates, figure, result.every_run)
 
 
 def main(argv=None):
@@ -384,8 +377,7 @@ def main(argv=None):
     register()  # before the flags are read: train.py refuses an arm that it does not know
     rows = rows_of_controls(flags) if args.controls else rows_of_arms(flags)
     result = grid.train_and_collect(rows, args, flags)
-    publish = publish_controls if args.controls else publish_arms
-    publish(result._replace(runs=add_pools(result.runs)), args.out)
+    publish(result, args)
 
 
 if __name__ == "__main__":
