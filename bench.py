@@ -6,7 +6,7 @@ numbers behind them and a figure to <out>/<verb>.md, .json and .png.
     python bench.py speed       # attention alone and the training step, by length of context
     python bench.py decode      # one token of the sampler, by length of context
 
-`python bench.py <verb> --help` says what is measured. Tables are those of arXiv 2410.05258.
+`python bench.py <verb> --help` says what is measured. Its "Table 7" is one of arXiv 2410.05258.
 """
 import argparse
 import inspect
@@ -186,14 +186,14 @@ def summarize(runs, beside):
 
 
 def at_best_rates(runs):
-    """The runs of each arm at the rate with its lowest mean loss, and {arm: that rate in words}.
-    Their arms are named without the rate."""
+    """The runs of each arm at its best rate, and {arm: that rate in words}. Their arms are named
+    without the rate."""
     runs = runs.assign(diverged=runs["status"].str.startswith("diverged"))
     by_rate = runs.groupby(["but for the rate", "lr"], as_index=False)
     rates = by_rate.agg(
         diverged=("diverged", "any"), count=("loss", "count"), mean=("loss", "mean"))
-    # a rate at which a run diverged is the worst. then most seeds first: one that is missing may
-    # have been the bad one
+    # the best rate is the one with the lowest mean loss. but a rate at which a run diverged is the
+    # worst, and one with fewer seeds is worse: a seed that is missing may have been the bad one
     rates = rates.sort_values(["diverged", "count", "mean"], ascending=[True, False, True])
     best = rates.drop_duplicates("but for the rate")
     words = {}
@@ -206,8 +206,8 @@ def at_best_rates(runs):
 
 
 def loss_finding(table):
-    """The title of the figure. Two arms are compared. The lowest of more than two is partly lucky,
-    and the interval of one difference does not know that, so they are only ranked."""
+    """The title of the figure. Two arms are compared. Three or more are only ranked: the lowest may
+    be the lowest by chance, and the interval of one difference does not allow for that."""
     finished = table.dropna(subset="val loss").to_dict("records")
     if not finished:
         return "No run is finished"
@@ -229,8 +229,8 @@ def loss_finding(table):
 
 
 def loss_figure(runs, curves, title, unit):
-    """The curves after the first tenth above the final losses, a dot for each run of the arms that
-    have a mean."""
+    """Two panels. The upper one has the curves without the first tenth of the training, the lower
+    one the final losses, a dot for each run. An arm with a run that diverged has no dots."""
     rows = 0.5 * runs["arm"].nunique()  # inches
     heights = dict(height_ratios=[4, 1.5 + rows])
     figure, (above, below) = report.new_figure(2, size=(8, 6 + rows), gridspec_kw=heights)
@@ -238,8 +238,8 @@ def loss_figure(runs, curves, title, unit):
     report.line_plot(above, curves, "tokens", "val_loss", by="arm", seed="seed")
     above.set(xscale="log", xlabel="tokens of training", ylabel=f"val loss, {unit}")
 
-    # so that differences can be seen, the axis ends above the best loss by twice as much as the
-    # runs differ at a tenth, or at the worst of the final losses
+    # the axis has to end so low that differences can be seen: above the best loss by twice as much
+    # as the runs differ where the curves begin. But no final loss may be cut off
     losses = curves.sort_values("tokens").groupby("run")["val_loss"]
     best = curves["val_loss"].min()
     spread = losses.first().max() - losses.first().min()
@@ -338,8 +338,8 @@ def time_interleaved(builders, repeats, enough=0.03):
     """Times functions in turn, round by round, so that a slow minute slows all of them.
 
     builders: {arm: build}. build() returns {what: function} and a dict of facts. In each round a
-    function is called as often as takes `enough` seconds. Returns {arm: facts, or {"failed": why}}
-    and {(arm, what): seconds of a call in each round}.
+    function is called so often that it takes about `enough` seconds. Returns {arm: facts, or
+    {"failed": why}} and {(arm, what): seconds of a call in each round}.
     """
     facts = {}
     timers = {}  # {(arm, what): (timer, calls in a round)}
@@ -560,9 +560,10 @@ def speed(args):
     """Tokens per second of attention alone and of the training step (Table 7 of the paper).
 
     Attention alone is A V from projected q, k and v. The training step is a whole one: forward,
-    backward, clipping, AdamW. A call takes as many tokens at every length, --batch_size times the
-    preset's block_size, but one sequence at least. The arms are timed in turn, in --repeats rounds,
-    so that a slow minute slows all of them. Each is compared to the first one in the same round.
+    backward, clipping, AdamW. A call has the same number of tokens at every length,
+    --batch_size times the preset's block_size, but at least one sequence. The arms are timed in
+    turn, in --repeats rounds, so that a slow minute slows all of them. Each is compared to the
+    first one in the same round.
     """
     set_up(args)
     preset = train.PRESETS[args.preset]
@@ -692,11 +693,12 @@ def main(argv=None):
     verbs = parser.add_subparsers(required=True, metavar="verb")
     p = add_verb(verbs, loss)
     p.add_argument("runs", nargs="*", type=Path, default=[Path("out")],
-                   help="folders, of which all runs below them are read (out)")
+                   help="folders. All runs below them are read (out)")
     p = add_verb(verbs, speed)
     add_timing_flags(p)
     p.add_argument("--batch_size", type=positive_int,
-                   help="sequences of the preset's block_size in a call (the preset's)")
+                   help="sequences in a call, if they are as long as the preset's block_size (the "
+                        "preset's)")
     p = add_verb(verbs, decode)
     add_timing_flags(p)
     p.add_argument("--num_samples", type=comma_list(positive_int), default=[1, 8, 64],

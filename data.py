@@ -21,16 +21,18 @@ EOT = "<|endoftext|>"
 
 
 def get_tokenizer(name):
-    """tiktoken's gpt2 (50,257 tokens), or bytes: the 256 bytes and <|endoftext|>, without a download."""
+    """tiktoken's gpt2 (50,257 tokens), or bytes: the 256 bytes and <|endoftext|>, no download."""
     if name == "bytes":
         pattern = r"(?s:.)"
         ranks = {bytes([byte]): byte for byte in range(256)}
     elif name == "gpt2":
-        # tiktoken's own expression is slow: one of its alternatives, `\s+(?!\S)`, looks ahead, and so
-        # its engine backtracks through all of them. here those that need no look-ahead stand in a
-        # group of their own, which the engine runs as an automaton. that takes two thirds of the
-        # time, and ten billion tokens take hours. the tokens are the same: there is a test
-        pattern = r"(?:'(?:[sdmt]|ll|ve|re)| ?(?:\p{L}+|\p{N}+|[^\s\p{L}\p{N}]+))|\s++$|\s+(?!\S)|\s"
+        # tiktoken's own expression is slow: one of its alternatives, `\s+(?!\S)`, looks ahead, and
+        # so its engine backtracks through all of them. here the alternatives without look-ahead
+        # stand in a group of their own, which the engine runs as an automaton. so we need two
+        # thirds of tiktoken's time, which saves hours where there are ten billion tokens. the
+        # tokens are the same: there is a test
+        words = r"(?:'(?:[sdmt]|ll|ve|re)| ?(?:\p{L}+|\p{N}+|[^\s\p{L}\p{N}]+))"
+        pattern = words + r"|\s++$|\s+(?!\S)|\s"
         ranks = tiktoken.get_encoding("gpt2")._mergeable_ranks
     else:
         raise ValueError(f"the tokenizer must be gpt2 or bytes, not {name!r}")
@@ -50,15 +52,18 @@ class Shards:
         """The shards *_<split>*.bin of a folder. They stay on the disk, mapped into memory."""
         paths = sorted(Path(folder).glob(f"*_{split}*.bin"))  # the numbers have leading zeros
         if not paths:
-            raise ValueError(f"no *_{split}*.bin in {folder}: `python prepare_fineweb.py` makes them")
+            command = "python prepare_fineweb.py"
+            raise ValueError(f"no *_{split}*.bin in {folder}: `{command}` makes them")
         return cls(read_shard(path) for path in paths)
 
     def sequences(self, T):
-        """The number of sequences of T tokens, each with the token that follows. The rest is dropped."""
+        """The number of sequences of T tokens, each with the token that follows. The last tokens,
+        if they are fewer, are dropped."""
         return max(0, self.tokens - 1) // T
 
     def sequence(self, i, T):
-        """Sequence i: the T + 1 tokens from number iT on, int64. [:-1] is the input, [1:] the targets."""
+        """Sequence i: the T + 1 tokens from number iT on, int64. [:-1] is the input, [1:] the
+        targets."""
         if not 0 <= i < self.sequences(T):
             raise IndexError(f"sequence {i} of {T} tokens: there are {self.sequences(T)}")
         start = i * T
@@ -73,7 +78,8 @@ class Shards:
         return np.concatenate(pieces).astype(np.int64)
 
     def fingerprint(self):
-        """A sha256 that tells data apart: each array's length and its first and last million tokens."""
+        """A sha256 that tells data apart: of each array's length and its first and last million
+        tokens."""
         # all of them would be 20 GB to read before each run
         sha = hashlib.sha256()
         for array in self.arrays:
@@ -84,10 +90,11 @@ class Shards:
 
 
 def read_shard(path):
-    """The tokens of one shard, mapped into memory. ValueError if the file is no shard, or is cut."""
+    """The tokens of one shard, mapped into memory. ValueError if the file is no shard or is cut."""
     header = np.fromfile(path, "<i4", HEADER)
     if len(header) < HEADER or header[0] != MAGIC or header[1] != VERSION:
-        raise ValueError(f"{path} is not a token shard (magic {MAGIC}, version {VERSION}, 256 int32)")
+        header = f"magic {MAGIC}, version {VERSION}, 256 int32"
+        raise ValueError(f"{path} is not a token shard ({header})")
     tokens = int(header[2])
     if os.path.getsize(path) != 4 * HEADER + 2 * tokens:
         raise ValueError(f"{path} is cut or damaged: its header says {tokens:,} tokens")
@@ -95,7 +102,7 @@ def read_shard(path):
 
 
 def load_manifest(folder):
-    """What manifest.json says of the shards in a folder. Shards without one are gpt2, like llm.c's."""
+    """What manifest.json says of the shards in a folder. Without one: gpt2, like llm.c's."""
     path = Path(folder) / "manifest.json"
     if not path.exists():
         return {"tokenizer": "gpt2", "shards": []}
@@ -104,7 +111,7 @@ def load_manifest(folder):
     except ValueError as e:
         raise ValueError(f"{path} is damaged: {e}") from None
     if not isinstance(manifest, dict) or not {"tokenizer", "shards"} <= set(manifest):
-        raise ValueError(f"{path} is not one of prepare_fineweb.py's: move it away")
+        raise ValueError(f"{path} was not written by prepare_fineweb.py: move it away")
     return manifest
 
 
@@ -181,7 +188,7 @@ def load_manual():
 
 
 def byte_tokens(texts):
-    """Documents, each given as bytes, in tokens of the bytes tokenizer: <|endoftext|> and the bytes."""
+    """Documents, given as bytes, in tokens of the bytes tokenizer: <|endoftext|> and the bytes."""
     pieces = []
     for text in texts:
         pieces.append(np.array([256], "<u2"))
@@ -190,7 +197,7 @@ def byte_tokens(texts):
 
 
 def lock(file, folder):
-    """Locks a folder until file, an open file in it, is closed. ValueError if it is locked already."""
+    """Locks a folder until file, an open file in it, is closed. ValueError if it is locked."""
     try:
         import fcntl
     except ImportError:

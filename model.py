@@ -73,7 +73,7 @@ class GPTConfig:
     block_size: int = 1024
     vocab_size: int = 50257
     n_layer: int = 12
-    n_head: int = 12  # heads of queries and keys. The differential arms have half as many of values
+    n_head: int = 12  # heads of queries and keys. Differential arms have half as many value heads
     n_embd: int = 768
     mlp_width: int | None = None  # None: 8/3 n_embd, rounded down to a multiple of 8
     rope_theta: float = 10000.0  # base of the rotary embedding's angles. 0: no rotary embedding
@@ -300,7 +300,7 @@ class Softmax(Attention):
         return scores if self.score_hook is None else self.score_hook(scores)
 
     def attention_map(self, q, k, lam, rope):
-        """F.softmax takes exp and divides by z in one call, so D goes into the exponent."""
+        """A. F.softmax takes exp and divides by z in one call, so D goes into the exponent."""
         rate = self.decay_rate(q.device, wide_dtype(q))
         log_D = log_mask(rate, distances(q.shape[2], q.device))
         A = F.softmax(upcast(self.scores(q, k, rope)) + log_D, dim=-1)  # (B, H, T, T)
@@ -324,7 +324,7 @@ class Softmax(Attention):
         state["v"] = F.pad(v, (0, 0, 0, free))  # (B, h, room, d_v)
 
     def step(self, q, k, v, lam, rope, state):
-        """The last row of each map, over the whole cache. log D hides the room not yet filled."""
+        """The last row of A V. log D hides the part of the cache that is not filled yet."""
         # a position beyond the cache is an IndexError, on CUDA a failed assertion of the device
         state["k"].index_copy_(2, rope.position, rotate(k, rope))
         state["v"].index_copy_(2, rope.position, v)
@@ -458,7 +458,7 @@ class Linear(Attention):
         return torch.cat((k[:, 0::2], k[:, 1::2]), dim=-1)
 
     def fast(self, q, k, v, lam, rope):
-        """1/z_i is the same for all of row i, so we can divide the query by z_i beforehand."""
+        """A V. z_i is the same for all of row i, so we divide the query by it first."""
         q = phi(q)
         k = phi(k)
         rate = self.decay_rate(q.device, wide_dtype(q))
@@ -544,8 +544,8 @@ class GPT(nn.Module):
     """The whole model. model(idx) and model(idx, targets) give (logits, loss), see forward.
 
     idx and targets are (B, T) int64. T may be anything, even more than block_size.
-    seed: the weights are drawn from it, on the CPU. None leaves them without values, for GPT.load to
-    fill in.
+    seed: the weights are drawn from it, on the CPU. None leaves them without values, for GPT.load
+    to fill in.
     """
 
     def __init__(self, config, seed=1337):
@@ -640,7 +640,7 @@ class GPT(nn.Module):
     ):
         """Yields the next token of each row of idx (B, T), (B,) int64, max_new_tokens times.
 
-        temperature: 0 takes the likeliest token. top_k: choose among so many of the likeliest only.
+        temperature: 0 takes the likeliest token. top_k: choose among the k likeliest only.
         top_p: choose among the fewest that together reach this probability. step: self.step,
         compiled. Raises ValueError for options that make no sense.
 
@@ -736,8 +736,8 @@ class GPT(nn.Module):
 def draw_parameter(name, shape, config, seed):
     """The first value of a parameter: a constant, or N(0, std).
 
-    Each parameter has a random generator of its own, seeded by the seed and its name. So what two
-    arms have in common starts with the same bits, whatever else they have.
+    Each parameter has a random generator of its own, seeded by the seed and its name. So a
+    parameter that two arms share starts with the same bits in both.
     """
     kind = name.removesuffix(".weight").split(".")[-1]  # like "q_proj", "lambda_q1", "norm1"
     if kind == "subln":
@@ -775,7 +775,7 @@ def next_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
         total = probs.cumsum(-1)
         before = total - probs  # the probability of all likelier tokens together
         probs[before >= top_p * total[:, -1:]] = 0
-    return tokens.gather(-1, draw(probs, generator))  # they need not sum to 1
+    return tokens.gather(-1, draw(probs, generator))  # probs need not sum to 1
 
 
 def draw(probs, generator):
@@ -813,9 +813,9 @@ def softmax_attention(q, k, v, rate, name):
     """softmax(q k^T / sqrt(d) + log D) v, (B, H, T, d_v), in the kernel of that name.
 
     q, k (B, H, T, d), v (B, h, T, d_v). rate is -log gamma, (H, 1, 1), or None without decay. With
-    decay flash_attn alone needs no D in memory. The other kernels read log D from a matrix of H T^2
-    numbers in every layer: for 12 heads in bf16 25 MB at T = 1,024 and 6.4 GB at T = 16,384.
-    On CUDA PyTorch's flash kernel can't read it, and "sdpa" is the memory-efficient one there.
+    decay, only flash_attn needs no D in memory. The other kernels read log D from a matrix of H T^2
+    numbers in every layer: for 12 heads in bf16 25 MB at T = 1,024 and 6.4 GB at T = 16,384. On
+    CUDA PyTorch's flash kernel can't read this matrix, so "sdpa" takes the memory-efficient one.
     """
     T, d = q.shape[2:]
     d_v = v.shape[-1]
@@ -865,7 +865,7 @@ def flash_attention(q, k, v, rate):
 
     from flash_attn import flash_attn_func as flash_attn_2
 
-    # log D = -rate (i - j) is what ALiBi adds to the scores, and calls rates slopes (2108.12409)
+    # ALiBi (2108.12409) adds the same log D = -rate (i - j) to the scores. Its slopes are our rates
     slopes = None if rate is None else rate.flatten().float()
     parts = []
     # it wants d_v = d. So V goes in two halves, like in the paper's FlashDiffAttn_2
@@ -881,7 +881,8 @@ def pick_kernel(model, name="auto", dtype=torch.float32):
     Each is tried on random tokens and must give what the map gives, gradients too. "auto" takes the
     first of PyTorch's kernels that does. With a name that kernel alone is tried. Returns the name
     of the kernel, and why a faster one was not taken. For a model that uses no kernel it returns
-    None and "". Raises ValueError, with the reasons, if no kernel works.
+    None and "". Raises ValueError if no kernel works, with the reasons, and if a name is given for
+    a model that uses none.
     """
     if name not in ("auto", *KERNELS):
         raise ValueError(f"kernel must be auto or one of {', '.join(KERNELS)}, not {name!r}")

@@ -1,12 +1,12 @@
 """
 Text to token shards: FineWeb-Edu, or any text of yours. data.py describes the format.
 
-    python prepare_fineweb.py                      # streams FineWeb-Edu, sample-10BT, into data/fineweb_edu
-    python prepare_fineweb.py --pretokenized       # the same, ready from the hub: minutes, not an hour
+    python prepare_fineweb.py                   # FineWeb-Edu, sample-10BT, to data/fineweb_edu
+    python prepare_fineweb.py --pretokenized    # ready shards from the hub: minutes, not an hour
     python prepare_fineweb.py --source=novel.txt --out=data/novel --val_tokens=1e5
 
-The first shard is val, the others are train. Stop it whenever you like: the same command resumes after
-the last whole shard, and ends in the same bytes.
+The first shard is val, the others are train. Stop it whenever you like: the same command resumes
+after the last whole shard, and ends in the same bytes.
 """
 import argparse
 import json
@@ -103,7 +103,8 @@ class TokenStream:
 
 
 def write_shard(path, size, stream, eot, bar):
-    """Writes the next tokens, size at most. Returns how many, and how many documents begin there."""
+    """Writes the next tokens, at most size. Returns their number, and that of the documents that
+        begin there."""
     tokens = 0
     documents = 0
     with open(path, "wb") as f:
@@ -151,8 +152,9 @@ def write_shards(args, manifest, bar):
     eot = get_tokenizer(args.tokenizer).eot_token
     dataset = open_source(args)
     if shards:
-        # skip reads the source from its beginning: minutes, where tokenizing took an hour. the last
-        # document may be cut, so it is tokenized again, and what is written of it passed over
+        # skip() reads the source from its beginning. that takes minutes, where tokenizing took an
+        # hour. the last document may be cut, so we tokenize it again, and pass over the part of it
+        # that is written already
         documents = sum(shard["documents"] for shard in shards)
         stream = TokenStream(tokenize(dataset.skip(documents - 1), args))
         written = last_document(args.out, shards, eot)
@@ -199,7 +201,8 @@ def prepare(args):
 
     done = sum(shard["tokens"] for shard in shards)
     if done > args.tokens:
-        raise ValueError(f"the folder has {done:,} tokens, not {args.tokens:,}: choose another --out")
+        problem = f"the folder has {done:,} tokens, not {args.tokens:,}"
+        raise ValueError(f"{problem}: choose another --out")
     finished = manifest["source_ended"] or done == args.tokens
     if shards and not finished and shards[-1]["tokens"] < shard_size(args, len(shards) - 1):
         done -= shards.pop()["tokens"]  # a smaller --tokens had cut it short
@@ -214,7 +217,8 @@ def prepare(args):
     done = sum(shard["tokens"] for shard in shards)
     print(f"{args.out}: {done:,} tokens in {len(shards)} shards")
     if len(shards) == 1:
-        print("That is val. To train, too, choose a smaller --val_tokens and another --out.")
+        print("The only shard is val, so nothing is left to train on: choose a smaller "
+              "--val_tokens and another --out.")
 
 
 def fetch(args):
@@ -237,17 +241,27 @@ def fetch(args):
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(description="Text, or FineWeb-Edu, to token shards.", allow_abbrev=False)
-    p.add_argument("--source", help="dataset of the hub, a folder like one, or a .parquet, .jsonl, .jsonl.gz "
-                   "or .txt file (one document); default: HuggingFaceFW/fineweb-edu")  # fmt: skip
-    p.add_argument("--name", help="config of the dataset; default: sample-10BT, for the default source")
-    p.add_argument("--tokens", type=positive_int, default=math.inf, help="how many, val included; default: all")
-    p.add_argument("--pretokenized", action="store_true", help="fetch whole gpt2 shards from the hub")
-    p.add_argument("--out", type=Path, default=SHARDS, help="folder for the shards; default: %(default)s")
-    p.add_argument("--shard_tokens", type=positive_int, default=100_000_000, help="tokens a shard; default: 100e6")
-    p.add_argument("--val_tokens", type=positive_int, help="tokens of the first one, val; default: like the others")
-    p.add_argument("--tokenizer", choices=["gpt2", "bytes"], default="gpt2", help="default: %(default)s")
-    p.add_argument("--procs", type=positive_int, default=os.cpu_count(), help="threads; default: one per core")
+    description = "Text, or FineWeb-Edu, to token shards."
+    p = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    p.add_argument("--source",
+                   help="dataset of the hub, a folder like one, or a .parquet, .jsonl, .jsonl.gz "
+                        "or .txt file (one document); default: HuggingFaceFW/fineweb-edu")
+    p.add_argument("--name",
+                   help="config of the dataset; default: sample-10BT, for the default source")
+    p.add_argument("--tokens", type=positive_int, default=math.inf,
+                   help="how many, val included; default: all")
+    p.add_argument("--pretokenized", action="store_true",
+                   help="fetch whole gpt2 shards from the hub")
+    p.add_argument("--out", type=Path, default=SHARDS,
+                   help="folder for the shards; default: %(default)s")
+    p.add_argument("--shard_tokens", type=positive_int, default=100_000_000,
+                   help="tokens a shard; default: 100e6")
+    p.add_argument("--val_tokens", type=positive_int,
+                   help="tokens of the first shard, which is val; default: as the others")
+    p.add_argument("--tokenizer", choices=["gpt2", "bytes"], default="gpt2",
+                   help="default: %(default)s")
+    p.add_argument("--procs", type=positive_int, default=os.cpu_count(),
+                   help="threads; default: one per core")
     args = p.parse_args(argv)
     if args.source is None and args.pretokenized:
         args.source = "kjj0/finewebedu10B-gpt2"
@@ -261,7 +275,7 @@ def main(argv=None):
     if max(args.shard_tokens, args.val_tokens) >= 2**31:
         p.error("a shard has fewer than 2^31 tokens: its header counts them in an int32")
 
-    logging.disable()  # silences the libraries' retries and errors: we print the one that ends the run
+    logging.disable()  # of the libraries' retries and errors: we print the one that ends the run
     args.out.mkdir(parents=True, exist_ok=True)
     with open(args.out / ".lock", "w") as f:
         lock(f, args.out)

@@ -120,7 +120,7 @@ class Noise:
 
         Rows of two pools get Welch's interval. The variance of their difference is
         s_a^2 / n_a + s_b^2 / n_b, and the degrees of freedom are Satterthwaite's. With one pool
-        both are what Student's interval has.
+        this is Student's interval.
         """
         parts = {}  # what each pool adds to the variance of the mean or the difference
         for group in groups:
@@ -180,7 +180,7 @@ class Noise:
 
 
 def device_name(device):
-    """What a figure is quoted with: the card's name, or the processor's and the number of threads.
+    """The hardware of a result: the card's name, or the processor's and the number of threads.
 
         device_name(torch.device("cpu"))    # "cpu (Intel(R) Xeon(R) Processor), 2 threads"
     """
@@ -199,7 +199,7 @@ def device_name(device):
 
 
 def conditions(device, **more):
-    """What every figure is quoted with: the machine, PyTorch's version, the date, and `more`.
+    """The conditions of a result: the machine, PyTorch's version, the date, and `more`.
 
         conditions(torch.device("cpu"), steps=500, seeds="3 to 7")
     """
@@ -436,8 +436,8 @@ def dot_plot(ax, df, value, row, condition=None, pool=None):
 
     condition: a column of two values. The dots of the first are hollow, those of the second filled,
     and the first row says which is which.
-    pool: a column that says which groups share a standard deviation. Beside a table from a Noise
-    with the same pools, the intervals of the figure are those of the table.
+    pool: a column that says which groups share a standard deviation. A table that is made by a
+    Noise with the same pools has the same intervals as the figure.
 
         figure, (ax,) = new_figure(size=(7, 1.5 + 0.5 * n_arms))
         dot_plot(ax, runs, "loss", row="arm", condition="decay")

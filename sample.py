@@ -38,11 +38,12 @@ parser.add_argument("--temperature", type=number_from_0, default=0.8,
 parser.add_argument("--top_k", type=positive_int, help="only among the k likeliest tokens (all)")
 parser.add_argument("--top_p", type=number,
                     help="only among the likeliest tokens that together reach probability p (all)")
-parser.add_argument("--seed", type=int_from_0, default=1337, help="of the choices (1337)")
+parser.add_argument("--seed", type=int_from_0, default=1337,
+                    help="seed of the random choices (1337)")
 # the machine
 parser.add_argument("--device", help="cuda, cuda:1, cpu or mps (cuda where there is one, else cpu)")
 parser.add_argument("--dtype", choices=["float32", "bfloat16"],
-                    help="of the matmuls (bfloat16 on cuda, else float32)")
+                    help="precision of the matmuls (bfloat16 where the card has it, else float32)")
 parser.add_argument("--compile", action=argparse.BooleanOptionalAction,
                     help="torch.compile a step (on cuda)")
 
@@ -114,7 +115,7 @@ def print_samples(steps, enc, prompt, num_samples):
 
 
 def main(argv=None):
-    """Prints the samples. Raises ValueError and OSError for what a user can mend."""
+    """Prints the samples. Raises ValueError and OSError for errors that a user can mend."""
     args = parser.parse_args(argv)
     device = open_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_cuda = device.type == "cuda"

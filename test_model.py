@@ -1,7 +1,8 @@
-"""What holds of model.py: `pytest test_model.py`, a minute on one CPU core. Read it beside the tutorial.
+"""What holds of model.py: `pytest test_model.py`, a minute on one CPU core. Read it beside the
+tutorial.
 
-Most tests take one attention layer in float64, where two ways of computing the same thing must agree
-to 1e-10 or better. The tests marked cuda need a GPU and are skipped without one.
+Most tests take one attention layer in float64, where two ways of computing the same thing must
+agree to 1e-10 or better. The tests marked cuda need a GPU and are skipped without one.
 """
 import math
 import os
@@ -54,7 +55,7 @@ def tiny_model(attn, seed=1337, **overrides):
 
 
 def sharp_layer(attn, query_scale=3.0, **overrides):
-    """The second attention layer in float64, with queries and keys so large that its maps are not flat."""
+    """The second attention layer in float64. Queries and keys are so large that no map is flat."""
     layer = tiny_model(attn, **overrides).double().blocks[1].attn
     with torch.no_grad():
         layer.q_proj.weight.mul_(query_scale / layer.q_proj.weight.std() / 32**0.5)
@@ -96,7 +97,7 @@ def generated(model, idx, n, **options):
 
 
 def assert_equal_to(tolerance, actual, expected, what):
-    """Equal within tolerance, relative to 1 or to the largest expected value, whatever is larger."""
+    """Equal within tolerance, relative to 1 or the largest expected value, whatever is larger."""
     scale = max(1.0, expected.abs().max().item())
     torch.testing.assert_close(
         actual, expected, rtol=0, atol=tolerance * scale, msg=lambda message: f"{what}: {message}"
@@ -241,7 +242,7 @@ def test_scores_can_be_looked_at_and_replaced(attn):
 
 @pytest.mark.parametrize("theta", [10000.0, 0.0])
 def test_rotation_is_exact_far_away(theta):
-    """Only the distance counts, also at position 10 million. Without positions nothing is turned."""
+    """Only the distance counts, also at position 10 million. Without positions nothing turns."""
     config = GPTConfig(n_embd=256, n_head=4, rope_theta=theta)
     q = normal(1, 1, 1, 64).float()
     k = normal(1, 1, 1, 64, seed=1).float()
@@ -266,7 +267,8 @@ def test_phi_keeps_its_tail_in_bf16():
 
 
 def errors_of_forms(attn, kernel="sdpa", T=200, dtype=torch.bfloat16, device="cpu", **overrides):
-    """Relative errors against the map in float64: of steps, map, fast form, and the fast form's gradients.
+    """Relative errors against the map in float64: of steps, map, fast form, and the gradients of
+    the fast form.
 
     bfloat16 means float32 weights under autocast, as in training.
     """
@@ -305,7 +307,8 @@ devices_and_kernels += [pytest.param("cuda", kernel, marks=cuda) for kernel in K
 @with_and_without_decay
 @each_arm
 def test_precision_of_every_form(attn, decay, dtype, device, kernel):
-    """The subtraction costs digits: diff's error is up to 2 sqrt(1 + lambda^2) / (1 - lambda) times as large."""
+    """The subtraction costs digits: the error of diff is up to 2 sqrt(1 + lambda^2) / (1 - lambda)
+    times as large."""
     torch.set_float32_matmul_precision("highest")
     heads_of_64 = tiny_model(attn, n_embd=256, decay=decay).to(device)
     try:
@@ -708,7 +711,7 @@ def test_the_route_of_flash_attn_4_equals_the_map(attn, monkeypatch):
 @pytest.mark.parametrize("kernel", ["sdpa", "cudnn", "efficient"])
 @pytest.mark.parametrize("attn", ["softmax", "diff"])
 def test_the_routes_of_pytorchs_kernels_equal_the_map(attn, kernel, decay, monkeypatch):
-    """On a CPU PyTorch's plain path stands in for cudnn and efficient: it takes their shapes, too."""
+    """On a CPU PyTorch's plain path stands in for cudnn and efficient and takes their shapes."""
     asked_for = []
 
     def any_backend(backends):

@@ -51,8 +51,8 @@ PROMPT = "Once upon a time"  # what a sample at each evaluation starts with
 PEAK = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 # -----------------------------------------------------------------------------
-# flags: a line or two for each, with its values in the two presets, or its default in the help. one
-# that is not given stays None until parse() fills it in
+# the flags. each has its values in the two presets, or its default in the help. a flag that is not
+# given is None until parse() fills it in
 
 # toy takes a few minutes on two CPU cores, on text that every Python has. gpt2 has the size of
 # GPT-2 small and takes some hours of an H100. add() puts their settings here
@@ -63,7 +63,7 @@ parser = argparse.ArgumentParser(
     usage="%(prog)s [--flag=value ...]    (--help lists the flags)",
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,  # whoever searches a command for --decay has to find it
+    allow_abbrev=False,  # a program that looks for --decay in a command must find it
 )
 switch = argparse.BooleanOptionalAction  # --name and --no-name
 
@@ -100,28 +100,29 @@ group.add_argument("--restart", action="store_true", help="discard the run there
 group = parser.add_argument_group("model")  # what has no default here has GPTConfig's
 add(group, "--n_layer", positive_int, "blocks", toy=4, gpt2=12)
 add(group, "--n_head", positive_int,
-    "heads of the softmax model; the differential arms have half", toy=4, gpt2=12)
+    "heads of queries and keys; the differential arms have half as many of values",
+    toy=4, gpt2=12)
 add(group, "--n_embd", positive_int, "channels", toy=128, gpt2=768)
 add(group, "--block_size", positive_int, "tokens per sequence", toy=256, gpt2=1024)
 group.add_argument("--mlp_width", type=positive_int, help="channels in the MLP (8/3 n_embd)")
 group.add_argument("--rope_theta", type=number_from_0,
-                   help="base of the rotary angles, 0 for no positions at all (10000)")
+                   help="base of the rotary embedding's angles, 0 for no such embedding (10000)")
 group.add_argument("--flash", action=switch, help="attention in its fast form, or as a map (fast)")
 group.add_argument("--kernel", choices=["auto", *KERNELS], default="auto",
-                   help="what computes the fast form of softmax and diff (auto); in a list with "
-                        "these, the linear arms ignore it")
+                   help="the kernel of the fast form of softmax and diff (auto); linear arms in "
+                        "the same list of --attn ignore it")
 group.add_argument("--decay", action=switch, help="heads forget, each at a rate of its own (off)")
 group.add_argument("--subln", action=switch,
                    help="RMSNorm on the output of each head (on in the differential arms only)")
 group.add_argument("--subln_init", type=number, help="initial weight of that norm (1)")
 group.add_argument("--lambda_init", type=number,
-                   help="a constant (0.8 - 0.6 exp(-0.3 l) in layer l, which counts from 0)")
+                   help="lambda_init of all layers (0.8 - 0.6 exp(-0.3 l) in layer l, from 0)")
 
 group = parser.add_argument_group("optimization")
 add(group, "--batch_size", positive_int,
     "sequences per micro-step of one process, at most", toy=8, gpt2=32)
 add(group, "--total_batch", positive_int,
-    "tokens per step of all processes; toy follows the size of a micro-step",
+    "tokens per step, of all processes together; in toy one micro-step",
     toy=2048, gpt2=524_288)
 length = group.add_mutually_exclusive_group()
 add(length, "--steps", positive_int, "optimizer steps", toy=500)
@@ -130,10 +131,11 @@ add(group, "--lr", comma_list(positive_number),
     "peak learning rate, one or a list", toy=2e-3, gpt2=1.5e-3)
 add(group, "--warmup", int_from_0,
     "steps in which the rate rises, before it falls to 0", toy=50, gpt2=375)
-add(group, "--weight_decay", number_from_0, "AdamW's, on matrices only", toy=0.1, gpt2=0.1)
+add(group, "--weight_decay", number_from_0,
+    "AdamW's weight decay, on matrices only", toy=0.1, gpt2=0.1)
 add(group, "--grad_clip", positive_number, "largest gradient norm", toy=1.0, gpt2=1.0)
 add(group, "--seed", comma_list(int_from_0),
-    "of the first weights and the order of the data, one or a list", toy=1337, gpt2=1337)
+    "seed of the first weights and of the order of the data, one or a list", toy=1337, gpt2=1337)
 
 group = parser.add_argument_group("watching and saving")
 add(group, "--eval_every", positive_int, "steps between evaluations", toy=100, gpt2=250)
@@ -146,7 +148,7 @@ add(group, "--save_every", positive_int, "steps between checkpoints", toy=100, g
 group = parser.add_argument_group("machine")
 group.add_argument("--device", help="cuda, cuda:1, cpu or mps (cuda where there is one, else cpu)")
 group.add_argument("--dtype", choices=["float32", "bfloat16"],
-                   help="of the matmuls (bfloat16 where the card has it, else float32)")
+                   help="precision of the matmuls (bfloat16 where the card has it, else float32)")
 group.add_argument("--compile", action=switch, help="torch.compile the model (on cuda)")
 
 
@@ -240,7 +242,7 @@ def find_process(name):
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     world = int(os.environ.get("WORLD_SIZE", 1))
     if not 0 <= rank < world:
-        remedy = "torchrun sets both, without it unset them"
+        remedy = "torchrun sets both. If you don't use torchrun, unset them"
         raise ValueError(f"RANK={rank} does not fit WORLD_SIZE={world}: {remedy}")
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     if world > 1 and name == "cuda":
@@ -289,7 +291,8 @@ def list_runs(settings, given, defaults):
             run["out"] = given.get("out", Path("out")) / run_name(run, defaults)
         if softmax_arms and attn not in softmax_arms:
             run["kernel"] = "auto"  # linear arms have no kernel, but here the flag is not for them
-        # so that a short run gets to its peak. after the name was made, or it would be part of it
+        # a short run has to get to its peak, too. it is done after the name was made, because the
+        # name is made of the settings that are not the defaults
         run["warmup"] = min(run["warmup"], run["steps"] - 1)
         configs.append(TrainConfig(**run))
     return configs
@@ -354,8 +357,8 @@ def load_sequences(data, numbers, config):
     sequences = [data.sequence(int(i), config.block_size) for i in numbers]
     tokens = torch.from_numpy(np.stack(sequences))
     if tokens.max() >= config.vocab_size:
-        problem = f"token {tokens.max()}, its tokenizer ends below {config.vocab_size}"
-        raise ValueError(f"--data holds {problem}: was another one used to prepare it?")
+        problem = f"token {tokens.max()}, but its tokenizer has {config.vocab_size} tokens"
+        raise ValueError(f"--data holds {problem}. Was another tokenizer used to prepare it?")
     if config.device.type == "cuda":
         return tokens.pin_memory().to(config.device, non_blocking=True)  # we don't wait for it
     return tokens.to(config.device)
@@ -450,7 +453,8 @@ def make_optimizer(model, lr, weight_decay):
 def training_step(model, optimizer, train, config, step):
     """Makes update number step, counted from 0.
 
-    Returns the loss before it, the mean of this process, and the gradient's norm before clipping.
+    Returns two tensors: the loss before the update, as the mean over this process's sequences, and
+    the norm of the gradient before clipping.
     """
     for param_group in optimizer.param_groups:
         param_group["lr"] = learning_rate(step, config)
@@ -480,8 +484,8 @@ def count_flops(config):
     """FLOPs of the forward and backward pass of one token in a full sequence.
 
     PyTorch counts those of all matmuls, while a copy of the model without weights runs once. The
-    usual formula, 6N + 12LCT, is wrong for three of our arms: it is softmax attention's. We follow
-    it in counting the masked half of a map as work.
+    usual formula, 6N + 12LCT for N parameters and L layers, holds for softmax attention only. Like
+    that formula we count the masked half of a map as work.
     """
     model = GPT(config.model_config(), seed=None)
     for block in model.blocks:
@@ -494,7 +498,10 @@ def count_flops(config):
 
 
 def full_speed(config, name):
-    """The tokens per second at an MFU of 100 %. None if the peak of this device is not in PEAK."""
+    """The tokens per second at an MFU of 100 %. None if the peak of this device is not in PEAK.
+
+    MFU, the model FLOPs utilization, is the share of the peak that the model's FLOPs make up.
+    """
     peaks = [peak for card, peak in PEAK.items() if card in name]
     if not peaks:
         return None
@@ -541,8 +548,8 @@ def make_head(config, about):
 def make_record(config, step, update, since, speed_limit):
     """What the log says of a step. An evaluation adds to it.
 
-    update is what training_step returned, or None at step 0. The speed is the mean since the moment
-    since, a step and a time.
+    update is what training_step returned, or None at step 0. since is a step and the time at which
+    it ended: the speed is the mean from there on.
     """
     record = dict(step=step, tokens=step * config.total_batch)
     record |= dict(train_loss=None, lr=None, grad_norm=None, tok_per_s=None, mfu=None)
@@ -636,7 +643,7 @@ def start_or_resume(config, data):
     if resumed is not None and resumed < config.steps:  # a finished run needs no optimizer
         optimizer.load_state_dict(model.extra.pop("optimizer"))
 
-    torch.compiler.reset()  # else the runs of a comparison add up to the limit of recompilations
+    torch.compiler.reset()  # else several runs together reach torch's limit of recompilations
     compiled = torch.compile(model) if config.compile else model
     parallel = compiled
     if config.world > 1:
@@ -713,7 +720,7 @@ def train_loop(config, data, run, log_file):
     while True:
         last = step == config.steps
         stop = somebody_stops(config)  # by Ctrl-C or SIGTERM
-        new = step != run.resumed  # the step that we resume at was logged and saved before
+        new = step != run.resumed  # what was due at the step that we resume at was done before
         evaluate_now = new and (last or step % config.eval_every == 0)
         log_now = new and (evaluate_now or step % config.log_every == 0)
         save_now = new and (last or stop or step % config.save_every == 0)
@@ -777,7 +784,7 @@ def request_stop(number, frame):
     stop_requested = True
     signal.signal(number, signal.SIG_DFL)
     # print is not safe in a signal handler: it may have been interrupted itself
-    os.write(2, b"\nstopping after this step. Once more ends at once, without saving\n")
+    os.write(2, b"\nstopping after this step. Ctrl-C again ends it at once, without saving\n")
 
 
 def somebody_stops(config):
@@ -801,7 +808,7 @@ def check_run(config, data):
         # only once, when its turn comes
         there, _ = read_log(config.out / "log.jsonl")
         refuse_another_run(config.out, there, head)
-    # one layer shows whether the kernel runs here, and a vocabulary would only take time to draw
+    # one layer is enough to see whether the kernel runs, and without a vocabulary it is made fast
     small = replace(config.model_config(), n_layer=1, vocab_size=1)
     model = GPT(small, config.seed).to(config.device)
     pick_kernel(model, config.kernel, getattr(torch, config.dtype))
@@ -825,7 +832,7 @@ def main(argv=None):
     """Trains the runs that a command line asks for.
 
     Returns "stopped" if they were stopped, else "diverged" if at least one run did, else
-    "finished". Raises ValueError and OSError for what a user can mend.
+    "finished". Raises ValueError and OSError for errors that a user can mend.
     """
     configs = parse(argv)
     shared = configs[0]  # the runs have the same data, sizes and device

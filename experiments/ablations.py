@@ -1,7 +1,7 @@
 """
 Which part of Diff does what? The seven rows of Table 6 of arXiv 2410.05258.
 
-    python -m experiments.ablations                             # some 80 runs; twice for two cores
+    python -m experiments.ablations                             # some 80 runs
     python -m experiments.ablations --rates=2e-3 --seed=1,2     # one rate for all rows
     python -m experiments.ablations --publish                   # what is there by now
 

@@ -30,7 +30,7 @@ from flags import comma_list, positive_int
 from model import GPT, Softmax, open_device
 
 MANUAL = "pydoc_data.topics"  # what a run's log calls the manual that ships with Python
-# of a dot_plot, where the ± of the tables is each arm's own standard deviation
+# the bars of a dot_plot. The ± of the tables is something else: each arm's own standard deviation
 BARS = "bars: 95 % intervals of the means, from the sd that all arms share"
 
 
@@ -237,11 +237,12 @@ def find_hits(text, frequent, n, base):
 
 
 def slices(args, checkpoints):
-    """Val loss of what the context held before, and of the rest (Table 6).
+    """Val loss of the tokens that could be copied from the context, and of all others (Table 6).
 
-    The slices are those of Zoology, arXiv 2312.04927. An AR-hit ends an n-gram which its context
-    holds already, so that it could be looked up there, and which is not one of the most frequent in
-    the training data, those that make up half of it. n = 2 for gpt2 tokens and 5 for bytes.
+    The slices are those of Zoology, arXiv 2312.04927. An AR-hit is the last token of an n-gram that
+    stands in its context once before, so that it could be looked up there. The most frequent
+    n-grams, those that make up half of the training data, don't count. n = 2 for gpt2 tokens and 5
+    for bytes.
     """
     text = open_text(args, checkpoints)
     enc = checkpoints[0].enc
@@ -563,8 +564,8 @@ def quant(args, checkpoints):
     """Val loss with the scores rounded to few bits (Figure 8).
 
     The scores, before the mask and the softmax, are rounded to 2^(bits - 1) - 1 steps either side
-    of zero. The largest absolute value is the last step: that of a text and layer, all heads and
-    branches together, or with --per=head that of each head.
+    of zero. The last step is the largest absolute score. It is taken of each text and layer, over
+    all heads and branches, or with --per=head of each head.
     """
     text = open_text(args, checkpoints)
     dims = (1, 2, 3) if args.per == "layer" else (2, 3)
@@ -603,7 +604,7 @@ def score_story(model, enc, story, block):
     start = enc.encode_ordinary(story["ctx"])
     endings = [enc.encode_ordinary(" " + ending) for ending in story["endings"]]
     texts = [torch.tensor((start + ending)[-block - 1 :]) for ending in endings]
-    # filled up behind the text, where no token of it looks
+    # padded at the end, which no token of the text attends to
     padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
     losses = token_losses(model, padded.to(model.wte.weight.device)).cpu()
     scores = []
@@ -627,7 +628,7 @@ def hellaswag(args, checkpoints):
     try:
         stories = datasets.load_dataset(args.source, split="validation")
     except Exception as e:  # no network, no folder, no such split: of many classes
-        why = f"can't read HellaSwag from --source={args.source}, a folder will do: {e}"
+        why = f"can't read HellaSwag from --source={args.source} (it may be a folder): {e}"
         raise ValueError(why) from None
     stories = stories.select(range(min(args.limit, len(stories)))).to_list()
     block = min(checkpoint.model.config.block_size for checkpoint in checkpoints)
@@ -673,7 +674,7 @@ def attention_maps(model, idx):
         if layer.branches == 1:
             found.append({"A": A})
             return
-        # the map is A_1 - lambda A_2, so with lambda 0 it is A_1, and with 1 A_2 is what is missing
+        # the map is A_1 - lambda A_2: with lambda 0 it is A_1, and with 1 A_1 - A_2
         A_1 = layer.attention_map(q, k, 0.0, rope)
         A_2 = A_1 - layer.attention_map(q, k, 1.0, rope)
         found.append({"A_1": A_1, "A_2": A_2, "A_1 − λA_2": A})
@@ -696,10 +697,10 @@ def describe_map(A):
 
 
 def maps(args, checkpoints):
-    """The attention maps of a text, of a difference with both branches (Figure 1).
+    """The attention maps of a text, and for a difference those of both branches (Figure 1).
 
-    Row i is how token i mixes the tokens before it. What is subtracted more than it is added is
-    negative. The table is of all layers, the figure of one: the mean over the heads, and then the
+    Row i is how token i mixes the tokens before it. A weight is negative where lambda A_2 is larger
+    than A_1. The table is of all layers, the figure of one: the mean over the heads, and then the
     heads one by one, at most four.
     """
     tokenizers = {checkpoint.enc.name for checkpoint in checkpoints}
@@ -820,7 +821,7 @@ def make_parser():
     of_quant = add_measurement(verbs, quant)
     add_text_flags(of_quant, on_cpu=16_384, on_cuda=1_000_000)
     of_quant.add_argument("--per", choices=["layer", "head"], default="layer",
-                          help="what shares one largest value (%(default)s)")
+                          help="take the largest score of a layer or of each head (%(default)s)")
 
     of_hellaswag = add_measurement(verbs, hellaswag)
     of_hellaswag.add_argument("--source", default="Rowan/hellaswag",

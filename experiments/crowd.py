@@ -24,22 +24,23 @@ the place of c: it fails at m0 / (1 - lambda). A softmax map whose largest logit
 e^tau.
 
 What we predicted, committed before the runs, and what came (means over seeds 3 to 7, or 3 to 5 in
-items 12 and 13; accuracy is the mean over the crowds where no m is given; 32 pairs unless another
-number is said):
+items 12 and 13; a test has crowds of m = 0, N/8, N/4, N/2 and 3N/4, and accuracy is the mean over
+them where no m is given; N = 32 where no other number is given):
 
 1.  The law, N = 64, untrained: the crowd at which half of the answers are wrong is 2.2 without a
     difference and within a third of 2.2 / (1 - lambda) for lambda = 0.25, 0.5, 0.75, 0.9; for
     lambda = 1 it is never reached. Softmax capped at tau = 1, 2, 3: within a third of e^tau = 2.7,
     7.4, 20; minus the uniform map: never.
     - Yes with keys of standard deviation 3 (2.3, 2.8, 4.4, 9.1, 29, never) and for softmax (2.5,
-      6.6, 15, never). With keys of 1 it starts at 1.5 and is up to 32 % too small, since the second
-      map has more than nothing on the right pair. The law is (bump - lambda dip) / (1 - lambda):
-      bump and dip are what the maps give to the right pair, in units of what a wrong one gets.
+      6.6, 15, never). With keys of 1 it is 1.5 for lambda = 0, and then up to 32 % less
+      than 1.5 / (1 - lambda), since the second map also gives some weight to the right pair. The
+      law is (bump - lambda dip) / (1 - lambda): bump and dip are what the maps give to the right
+      pair, in units of what a wrong one gets.
 2.  Trained, N = 32, accuracy at m = 0, 8, 24: softmax and diff 0.99 or more at every m.
     - Yes: 1.000.
 3.  linear 0.88 to 0.96. With two heads (the heads and the state of diff_linear) 0.75 to 0.88 at
-    m = 0 and lower at m = 24. With one head, which can't subtract one head from another behind
-    the values, below 0.6 at m = 24.
+    m = 0 and lower at m = 24. With one head below 0.6 at m = 24: several heads can subtract one
+    output from another in out_proj, one head can't.
     - 0.93 (0.87 to 0.97), and 0.79 with two heads (0.86 at m = 0, 0.65 at m = 24). With two heads
       and the norm 0.84; some seeds fall with m and others rise, so training finds ways around the
       crowd. With one head no: 0.70. That map is not positive and flat, as in the law, but sharp:
@@ -87,8 +88,8 @@ number is said):
       and more up to N = 64 at tau >= 1, and 0.82, 0.95, 0.995 at tau = 1, 1.5, 2 for N = 128. So
       its border does depend on tau: 0.53 at tau = 0.5, where it has 1.00 and 0.97 for N = 32 and
       64. Longer texts are not trained: they need more steps.
-13. The same with four times the steps, N = 128, predicted when two such runs of softmax with 4
-    heads were known (0.18 and 0.91 at tau = 1.5). With --choose_on=1 --seed=3,4,5 it is
+13. The same with four times the steps, N = 128. When we predicted this, we knew two such runs of
+    softmax with 4 heads (0.18 and 0.91 at tau = 1.5). With --choose_on=1 --seed=3,4,5 it is
 
         python -m experiments.crowd phase --pairs=128 --tau=1,1.5,2 --steps=6000
 
@@ -927,20 +928,23 @@ def main(argv=None):
     p.add_argument("verb", choices=["maps", "law", "train", "phase", "figure"])
     p.add_argument("--out", type=Path, default="out/crowd", help="its folder (%(default)s)")
     p.add_argument("--procs", type=int, default=2, help="runs at once (%(default)s)")
-    p.add_argument("--steps", type=int, help="steps of a run, and of the runs that `figure` draws "
-                   "(1,500; 2,000 and 6,000 in some groups)")
+    p.add_argument("--steps", type=int, help="steps of a run, and of the runs that `maps` and "
+                   "`figure` draw (2,000 with 64 pairs, else 1,500 in most groups)")
     seeds = comma_list(int_from_0)
-    p.add_argument("--seed", type=seeds, default=REPORT_SEEDS, help="to report (3,4,5,6,7)")
-    p.add_argument("--choose_on", type=seeds, default=CHOOSE_SEEDS, help="for rates (1,2)")
-    p.add_argument("--groups", default=",".join(GROUPS), help="of train: %(default)s")
+    p.add_argument("--seed", type=seeds, default=REPORT_SEEDS,
+                   help="seeds that are reported (3,4,5,6,7)")
+    p.add_argument("--choose_on", type=seeds, default=CHOOSE_SEEDS,
+                   help="seeds on which rates are chosen (1,2)")
+    p.add_argument("--groups", default=",".join(GROUPS),
+                   help="of train: groups of arms (%(default)s)")
     p.add_argument("--pairs", type=comma_list(positive_int), default=PHASE_PAIRS,
-                   help="of phase: %(default)s")
+                   help="of phase: how many pairs, a list (32,64,128)")
     p.add_argument("--tau", type=comma_list(positive_number), default=PHASE_TAU,
-                   help="of phase: %(default)s")
+                   help="of phase: largest logits, a list (0.5,1,1.5,2,3)")
     args = p.parse_args(argv)
     if not set(args.choose_on) <= set(CHOOSE_SEEDS) or set(args.seed) & set(CHOOSE_SEEDS):
-        raise ValueError("--choose_on takes 1 and 2, and --seed others: a run that chose a rate "
-                         "is not reported")
+        raise ValueError("--choose_on takes 1 and 2, and --seed other numbers: a run that chose "
+                         "a rate is not reported")
     report.check_can_publish(args.out)
     if args.verb == "maps":
         picture = args.out / "maps.png"

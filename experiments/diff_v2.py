@@ -1,8 +1,8 @@
 """
 The authors' second version of differential attention, an arm that experiments.toy compares.
 
-    python -m experiments.diff_v2 train --attn=diff_v2          # train.py, which then knows the arm
-    python -m experiments.diff_v2 sample --ckpt out/diff_v2     # so bench, experiments.checkpoints
+    python -m experiments.diff_v2 train --attn=diff_v2        # train.py, which then knows the arm
+    python -m experiments.diff_v2 sample --ckpt out/diff_v2   # also bench, experiments.checkpoints
 
 V2 is a blog post of January 2026, https://huggingface.co/blog/microsoft/diff-attn-v2, and a layer,
 https://github.com/microsoft/unilm/tree/master/Diff-Transformer/Diff-Transformer-V2. We know of no
@@ -14,9 +14,9 @@ paper. It differs from the first version in this:
   lambda_init.
 - There is no norm on the heads' output (--subln adds one), and no factor 1 - lambda_init.
 
-So a block has C^2 + C H parameters more than softmax's. `matched_width` says by how much narrower
-an MLP pays for them. The released layer leaves its weights to PyTorch. Here those of lambda are
-drawn like every matrix, so lambda starts near 1/2.
+So a block has C^2 + C H parameters more than softmax's. With an MLP of the width `matched_width` it
+has as many. The released layer has PyTorch's default init. Here the weights of lambda are drawn
+like every matrix, so lambda starts near 1/2.
 """
 import runpy
 import sys
@@ -67,7 +67,7 @@ def matched_width(n_embd, n_head):
     """The width of an MLP beside which DiffV2 has softmax's parameters, within 3/2 n_embd."""
     width = int(8 * n_embd / 3) // 8 * 8  # what model.MLP takes by itself
     more = n_embd * n_embd + n_embd * n_head  # the second queries, and lambda
-    return width - round(more / (3 * n_embd))  # three matrices: one of width costs 3 n_embd
+    return width - round(more / (3 * n_embd))  # each unit of width has a row in three matrices
 
 
 def register():

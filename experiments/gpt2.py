@@ -11,9 +11,10 @@ once for each of them, with another CUDA_VISIBLE_DEVICES. All other flags are tr
 `--preset=toy --n_layer=1 --n_embd=32 --eval_tokens=2048 --steps=8` the whole plan takes a minute on
 a CPU, so that everything can be tried before it costs something. Its verdicts then mean nothing.
 
-All of it is at least 48 runs of 2.8e9 tokens, and Q1 is 24 of them: at some hours of an H100 each,
-days. How long a run takes is not yet measured. So the program first says how many runs there are.
-Then it trains each arm for a few steps, and from their speed it says how many hours are left.
+All of it is at least 48 runs of 2.8e9 tokens, and Q1 is 24 of them. We have not measured how long
+a run takes. We expect some hours of an H100 each, so days for all of them. The program first says
+how many runs there are. Then it trains each arm for a few steps, and from their speed it says how
+many hours are left.
 
 The plan
 
@@ -31,8 +32,8 @@ The plan
   the arm is trained at its best rate with the seeds 2, 3 and 4. Only these runs are compared,
   because a loss that was chosen for being small is not a fair one.
 - A run that diverges is a result of its arm, and the table counts it. It is worse than any other
-  run when a rate is chosen. If it has one of the seeds 2, 3 and 4, its arm goes on to the next best
-  rate, with all of these seeds. An arm without a rate that is left is compared with nothing.
+  run when a rate is chosen. If a run with one of the seeds 2, 3 and 4 diverges, all three
+  seeds of its arm are trained at the next best rate. If no rate is left, the arm is not compared.
 - What is compared, in nats per token on val: diff and softmax, the second version and softmax,
   diff_linear and linear attention with half the heads. A further comparison gets no verdict: diff
   and softmax with half the heads.
@@ -45,7 +46,7 @@ The plan
   "gains". If not, one inside of +-0.010 says "no gain that matters". If not, one above 0 says
   "costs". All others say "undecided". Then both arms of the comparison get two more seeds, and
   everything is computed again. This happens once. What is undecided then stays undecided. The
-  intervals don't know that somebody has looked twice.
+  intervals are not corrected for this second look.
 
 With --minutes, each arm gets as many steps as it makes in that time at its measured speed, without
 compilation and evaluations. The rate warms up over a tenth of the steps at most and falls to 0 at
@@ -170,7 +171,7 @@ def compared_rate(mine, args):
 def compared_runs(rows, args):
     """The runs that are compared, in the order of the arms. An arm without all of them is left out.
 
-    Else somebody who publishes too early would read a verdict that is none yet.
+    Otherwise somebody who publishes too early would see a verdict that is not final.
     """
     compared = []
     for row in rows:
@@ -190,7 +191,7 @@ def train_compared_seeds(rows, seeds, flags, args):
         while True:
             rate = compared_rate(runs_of(row, args), args)
             if rate is None:
-                print(f"{row} has no rate that is left: a run diverged at each", flush=True)
+                print(f"{row}: a run diverged at every rate, so it is not compared", flush=True)
                 break
             runs = grid.run_grid({row: own}, seeds, flags, args.out, [rate])
             if runs["loss"].notna().all():
@@ -202,8 +203,8 @@ def follow_the_plan(rows, flags, args):
     grid.run_grid(rows, args.seed, flags, args.out, args.rates, args.choose_on)
     train_compared_seeds(rows, args.seed, flags, args)
     compared = compared_runs(rows, args)
-    # without the two more seeds, of which some may be there if this was stopped: else they would
-    # decide whether they are trained
+    # without the two more seeds. If this was stopped some of them may be there already, and they
+    # must not decide whether they are needed
     found = compare(compared[compared["seed"].isin(args.seed)])
     undecided = found[found["verdict"] == "undecided"]
     again = {*undecided["arm"], *undecided["base"]}
@@ -249,8 +250,8 @@ def with_equal_time(rows, speeds, minutes, flags):
         tokens = steps * config.total_batch
         if tokens < config.eval_tokens:
             # train.py would then evaluate it on fewer tokens than the other arms
-            raise ValueError(f"in --minutes={minutes:g} {row} trains on {tokens:,} tokens only: "
-                             f"give it more, or less than --eval_tokens={config.eval_tokens}")
+            raise ValueError(f"in --minutes={minutes:g} {row} trains on {tokens:,} tokens, less "
+                             f"than --eval_tokens={config.eval_tokens}: change one of the two")
         # the preset's warm-up may be longer than such a run, which must have time to come down
         warmup = min(config.warmup, steps // 10)
         timed[row] = [*own, f"--steps={steps}", f"--warmup={warmup}"]
@@ -360,7 +361,7 @@ def draw_plan(compared, primary):
     labelled = primary.assign(label=labels)
     grid.draw_differences(right, labelled, "label", {"nats per token": (True, 0)})
     right.set(xlabel="difference, nats per token\nleft: the first is better; grey: does not matter")
-    title = "Is a difference of two maps better than one? Where its interval is left of the grey"
+    title = "A difference of two maps is better than one where its interval is left of the grey"
     report.add_title(figure, title)
     return figure
 

@@ -78,9 +78,8 @@ def flag_names(flags):
 def refuse_flags_of_rows(rows, flags, rates=None):
     """ValueError for a flag that would change what a row's name says. It names the flag.
 
-    A row is what its name says because of the flags that it leaves out, too: with --decay from
-    outside a row "softmax" would be softmax with decay. So what one row sets, nobody sets for the
-    others.
+    If --decay were given to all rows, the row "softmax" would be softmax with decay. So a flag that
+    one of the rows sets can't be given to all of them.
     """
     ours = set(BELONG_TO_THE_GRID)
     for own in rows.values():
@@ -124,7 +123,7 @@ def refuse_other_settings(rows, flags, runs, rates=None):
                 differences.append(f"{name} is {there!r} there and {now!r} here")
         if differences:
             what = ", ".join(differences)
-            raise ValueError(f"{run.folder} is another run's: {what}. Choose another --out")
+            raise ValueError(f"{run.folder} has other settings: {what}. Choose another --out")
     if runs["data_sha256"].nunique() > 1:
         names = ", ".join(runs["data"].unique())
         raise ValueError(f"the runs in one --out were trained on different data: {names}")
@@ -271,7 +270,7 @@ def train_and_collect(rows, args, flags):
     report.check_can_publish(args.out)
     refuse_flags_of_rows(rows, flags, args.rates)
     if not args.publish:
-        # of all rows, because whatever rows are there are published, not only those picked now
+        # all rows are looked at: all that are there are published, not only those picked now
         refuse_other_settings(rows, flags, read_runs(args.out), args.rates)
         picked = pick(rows, args.rows)
         run_grid(picked, args.seed, flags, args.out, args.rates, args.choose_on)
@@ -318,8 +317,8 @@ def losses_table(runs, noise):
 def rates_table(runs, rows, choose_on):
     """The mean loss of each row at each rate that was tried, on the seeds that chose.
 
-    As in choose_rate, a rate at which one of the runs diverged has no mean. A rate that has not
-    all of these seeds yet has none either.
+    As in choose_rate, a rate at which one of the runs diverged has no mean. A rate that was not
+    yet trained with all of these seeds has none either.
     """
     choosing = runs[runs["seed"].isin(choose_on)].fillna({"loss": math.inf})
     table = choosing.pivot_table("loss", "row", "lr")

@@ -2,7 +2,7 @@
 Which attention finds what it needs among noise? Every arm learns it on texts made for it.
 
     python -m experiments.recall            # four arms, 28 runs: 40 to 60 minutes of one core
-    python -m experiments.recall --decay    # the same with masks that forget: a page of its own
+    python -m experiments.recall --decay    # the same with masks that forget
 
 A text holds N pairs of a key and a value at random places among fillers. At its end stand R of the
 keys, and the model has to answer with their values. Tables 2 and 3 and Figures 5 and 7 of arXiv
@@ -15,9 +15,9 @@ A pair is one token. If the key and the value were two tokens, a model would fir
 key to the token of its value. Softmax does that with one sharp head. Linear attention can't do it
 without a convolution, so the task would measure that and not recall.
 
-No answer stands in the text. When answers did, the value before a query was nearly always that of
-the query before it, the one value that was never right. The linear arms learned to exclude it, and
-failed where the right pair stood last, at depth 100 %.
+The answers are not written behind their queries. When they were, the token before a query was
+nearly always the answer to the query before it, the one value that is never right for the new one.
+The linear arms learned to exclude it, and failed where the right pair stood last, at depth 100 %.
 """
 import argparse
 import itertools
@@ -109,7 +109,8 @@ def accuracy(model, texts, device, T, N, R, depth=None):
 
 @torch.no_grad()
 def attention_shares(model, texts, device, T, N, depth):
-    """What the last token, a query, gives to the right pair and to all tokens before it but that.
+    """The weights that the last token, a query, gives to the right pair and to all tokens before
+    it but that.
 
     Signed: the sum of the weights, which can be negative. Share: of the absolute weights, made to
     sum to 1 over the whole row. Means over heads and texts, a dict for each layer."""
@@ -200,8 +201,9 @@ def main(argv=None):
     p = argparse.ArgumentParser(
         "recall", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     seeds = comma_list(int_from_0)
-    p.add_argument("--seed", type=seeds, default=[3, 4, 5], help="to report (3,4,5)")
-    p.add_argument("--choose_on", type=seeds, default=[1, 2], help="for rates (1,2)")
+    p.add_argument("--seed", type=seeds, default=[3, 4, 5], help="seeds that are reported (3,4,5)")
+    p.add_argument("--choose_on", type=seeds, default=[1, 2],
+                   help="seeds on which rates are chosen (1,2)")
     p.add_argument("--lr", type=comma_list(positive_number), default=[1e-3, 3e-3],
                    help="peak rates. Each arm takes its best of these (1e-3,3e-3)")
     p.add_argument("--steps", type=int, default=1000, help="training steps of each (1000)")

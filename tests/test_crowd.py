@@ -29,7 +29,7 @@ def test_texts_are_what_the_docstring_says(m):
         assert 0 <= min(values) and max(values) < 2 * N
         # the crowd shares a value, and all other values differ from it and from each other
         assert len(set(values)) == N - max(0, m - 1)
-        # a query is a key with the mark of a query, and its answer stands in a pair outside the crowd
+        # a query is a key with the mark of a query. Its answer stands in a pair outside the crowd
         assert texts.other[b, N:].tolist() == [6 * N] * crowd.QUERIES
         for key, answer in zip(texts.key[b, N:].tolist(), texts.answer[b].tolist()):
             assert (key, answer) in pairs
@@ -198,7 +198,7 @@ def test_all_parts_run_stop_and_go_on(tmp_path, small, monkeypatch, capsys):
     assert len(rows) == n_train + n_phase
     assert all(len(row["accuracy"]) == 5 and math.isfinite(row["loss"]) for row in rows)
 
-    # the same commands train nothing again. With one line lost and one cut they make these two again
+    # the same commands train nothing again. With one line lost and one cut they make these two
     (tmp_path / "runs.jsonl").write_text("\n".join(lines[:-2]) + "\n" + lines[-2][:20])
     trained = []
     do_run = crowd.do_run

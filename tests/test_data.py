@@ -1,4 +1,4 @@
-"""Tests of data.py and prepare_fineweb.py: tokenizers, shards, splits, and what happens when one is interrupted."""
+"""Tests of data.py and prepare_fineweb.py: tokenizers, shards, splits, and interruptions."""
 import gzip
 import json
 import os
@@ -29,11 +29,13 @@ BYTES_EOT = 256
 def random_documents(n, seed=0):
     """n documents of up to 60 words; some are empty, and one letter takes three bytes."""
     draw = random.Random(seed)
-    return [" ".join(draw.choices(["to", "be", "or", "not", "雪"], k=draw.randrange(60))) for _ in range(n)]
+    words = ["to", "be", "or", "not", "雪"]
+    return [" ".join(draw.choices(words, k=draw.randrange(60))) for _ in range(n)]
 
 
 def write_source(path, texts):
-    """Writes texts to a file of the kind that its suffix names; without one, to a folder of two parquet files."""
+    """Writes texts to a file of the kind that its suffix names. Without a suffix: to a folder of
+    two parquet files."""
     path = Path(path)
     table = pd.DataFrame({"other": texts, "text": texts})  # only one of the columns is wanted
     if path.suffix == ".txt":
@@ -51,14 +53,17 @@ def write_source(path, texts):
 
 
 def prepare(source, out, *flags):
-    prepare_fineweb.main([f"--source={source}", f"--out={out}", "--tokenizer=bytes", "--procs=2", *flags])
+    command = [f"--source={source}", f"--out={out}", "--tokenizer=bytes", "--procs=2"]
+    prepare_fineweb.main([*command, *flags])
 
 
 def prepare_in_child(source, out, *flags, stop_with, before_rename):
-    """Runs the program in another process, which sends itself a signal before a certain call of os.replace."""
+    """Runs the program in another process, which sends itself a signal before a certain call of
+    os.replace."""
     code = f"""
 import os, runpy, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # or a job in the background would not notice it
+# a job in the background would not notice it otherwise
+signal.signal(signal.SIGINT, signal.default_int_handler)
 replace = os.replace
 calls = []
 def interrupted_replace(old, new):
@@ -117,7 +122,8 @@ def test_gpt2_gives_the_tokens_of_tiktoken():
     assert ours.n_vocab == reference.n_vocab
     assert ours.eot_token == reference.eot_token
     draw = random.Random(0)
-    parts = [*" \n\t\r\x1c\x85\u00a0\u3000\u2028'aAzé雪ก5½²_-.😀\u0301\u200d\0", "  ", "\n\n", "'ll", EOT]
+    characters = " \n\t\r\x1c\x85\u00a0\u3000\u2028'aAzé雪ก5½²_-.😀\u0301\u200d\0"
+    parts = [*characters, "  ", "\n\n", "'ll", EOT]
     for _ in range(3000):
         text = "".join(draw.choices(parts, k=60))
         assert ours.encode_ordinary(text) == reference.encode_ordinary(text), repr(text)
@@ -182,7 +188,8 @@ def test_what_is_no_whole_shard_is_refused():
         load_data(Path("made"))
     for content in (whole[:-1], whole + b"\0\0"):
         Path("made/x_train_1.bin").write_bytes(content)
-        with pytest.raises(ValueError, match="x_train_1.bin is cut or damaged: its header says 3 tokens"):
+        problem = "x_train_1.bin is cut or damaged: its header says 3 tokens"
+        with pytest.raises(ValueError, match=problem):
             load_data(Path("made"))
     # nothing, half a header, zeros, another magic number
     for content in (b"", whole[:1000], bytes(2000), b"\1" + whole[1:]):
@@ -195,7 +202,7 @@ def test_what_is_no_whole_shard_is_refused():
     with pytest.raises(ValueError, match="manifest.json is damaged"):
         load_data(Path("made"))
     Path("made/manifest.json").write_text('{"name": "a web page"}')
-    with pytest.raises(ValueError, match="manifest.json is not one of prepare_fineweb.py's"):
+    with pytest.raises(ValueError, match="manifest.json was not written by prepare_fineweb"):
         load_data(Path("made"))
 
 
@@ -309,7 +316,8 @@ def test_killed_before_any_rename_it_ends_in_the_same_bytes():
     write_source("x.jsonl", random_documents(100))
     run = ["x.jsonl", "o", "--shard_tokens=4e3"]
     prepare("x.jsonl", "whole", "--shard_tokens=4e3")
-    renames = 1 + 2 * len(shards_of("whole"))  # the first manifest; each shard, and the manifest after it
+    # the first manifest, and then each shard and the manifest after it
+    renames = 1 + 2 * len(shards_of("whole"))
     for n in range(1, renames + 1):
         shutil.rmtree("o", ignore_errors=True)
         child = prepare_in_child(*run, stop_with=signal.SIGKILL, before_rename=n)
@@ -401,7 +409,8 @@ def test_folders_of_something_else_are_refused():
         prepare(*run)
     assert tokens_of("o") == expected_tokens(texts)[:9000]
     write_shard("o/finewebedu_train_000001.bin", [1, 2, 3])
-    with pytest.raises(ValueError, match="train_000001.bin is not the one that manifest.json lists"):
+    problem = "train_000001.bin is not the one that manifest.json lists"
+    with pytest.raises(ValueError, match=problem):
         prepare(*run)
     Path("o/finewebedu_train_000001.bin").unlink()
     with pytest.raises(ValueError, match="No such file .*train_000001.bin"):
@@ -465,7 +474,8 @@ def test_bad_input_ends_in_one_line_and_no_shard(flags, says, monkeypatch, capsy
     pd.DataFrame({"text": ["x"]}).to_parquet("cut.parquet")
     Path("cut.parquet").write_bytes(Path("cut.parquet").read_bytes()[:-100])
     before = set(os.listdir())
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # or it would try for long
+    # otherwise it would try for long
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("COLUMNS", "1000")  # for the usage in one line
     command = f"prepare_fineweb.py --tokenizer=bytes --out=o {flags}"
     assert says in complaint(command, monkeypatch, capsys)
@@ -483,8 +493,8 @@ def test_preparing_takes_less_than_600_MB():
     # the system counts what its parent had when it was forked, so the parent is a small process
     code = f"""
 import resource, subprocess
-command = [{sys.executable!r}, {PROGRAM!r}, "--source=a.parquet", "--tokenizer=bytes", "--tokens=2e8"]
-subprocess.run(command, check=True)
+flags = ["--source=a.parquet", "--tokenizer=bytes", "--tokens=2e8"]
+subprocess.run([{sys.executable!r}, {PROGRAM!r}, *flags], check=True)
 print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 """
     *_, kilobytes = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()

@@ -86,7 +86,8 @@ def test_its_tests_exist():
 
 
 @pytest.mark.parametrize(
-    "program, flags", re.findall(rf"^    .*?\b({PROGRAMS})(?:\.py)?\b([^#&\n]*)", README, re.MULTILINE)
+    "program, flags",
+    re.findall(rf"^    .*?\b({PROGRAMS})(?:\.py)?\b([^#&\n]*)", README, re.MULTILINE),
 )
 def test_its_flags_exist(program, flags, capsys):
     words = flags.split()
@@ -111,9 +112,12 @@ def test_its_commands_run_at_toy_size():
     few_steps = ["--steps=2", "--eval_tokens=256", "--restart"]
     shorter = {"train.py": few_steps, "sample.py": ["--max_new_tokens=9"], "bench.py": []}
     for program, flags in shorter.items():
-        commands = re.findall(rf"^    ((?:python|torchrun) [^#\n]*\b{program}[^#\n]*)", README, re.MULTILINE)
+        pattern = rf"^    ((?:python|torchrun) [^#\n]*\b{program}[^#\n]*)"
+        commands = re.findall(pattern, README, re.MULTILINE)
         assert commands
         for command in commands:
             if "gpt2" not in command and "novel" not in command:
-                words = [sys.executable if word == "python" else word for word in shlex.split(command)]
+                words = shlex.split(command)
+                if words[0] == "python":
+                    words[0] = sys.executable
                 subprocess.run([*words, *flags], cwd="copy", check=True)

@@ -1,4 +1,4 @@
-"""train.py and sample.py: batches, flags, a run and its files, and all the ways in which it stops."""
+"""train.py and sample.py: batches, flags, a run and its files, and all the ways it can end."""
 import json
 import math
 import multiprocessing
@@ -163,7 +163,7 @@ def test_processes_share_the_tokens_of_a_step(monkeypatch):
     ("train.py --data=short.txt", "short.txt is too short for a step and an evaluation: 9 + 1"),
     ("train.py --data=nothing.txt", "No such file or directory: 'nothing.txt'"),
     ("train.py --data=cut", "x_train_0.bin is cut"),
-    ("train.py --data=far", "--data holds token 300, its tokenizer ends below 257"),
+    ("train.py --data=far", "--data holds token 300, but its tokenizer has 257 tokens"),
     ("train.py --preset=gpt2", "no *_train*.bin in data/fineweb_edu: "),
     ("sample.py", "no checkpoint under out/: `python train.py --attn=diff` makes one"),
     ("sample.py --ckpt=nope", "--ckpt=nope: no checkpoint there"),
