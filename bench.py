@@ -444,8 +444,8 @@ def draw_timings(timings, facts, first):
         draw_speeds(ax, rounds)
         ax.set_title(f"{part} (shaded: middle half of the rounds)")
         lengths = sorted({rounds["T"].min(), rounds["T"].max()})
-        winners = [f"{fastest(rounds, first, T)} at {T:,} tokens" for T in lengths]
-        findings.append(f"{part}: {', '.join(winners)}")
+        winners = [f"{fastest(rounds, first, T)} at {T:,}" for T in lengths]
+        findings.append(f"{part}: {', '.join(winners)} tokens")
     finding = f"Fastest in {'; in '.join(findings)}"
     if STATE in facts:
         facts = facts.dropna(subset=[STATE]).drop_duplicates(["arm", "T"])
@@ -454,7 +454,7 @@ def draw_timings(timings, facts, first):
         least = sizes[sizes == sizes.min()].index
         finding += f". Smallest state: {' and '.join(least)}"
         if first in sizes and first not in least:
-            finding += f" ({first}'s is {sizes[first] / sizes.min():.1f} times as large)"
+            finding += f", 1/{sizes[first] / sizes.min():.0f} of {first}'s"
     report.add_title(figure, finding)
     return figure
 

@@ -322,7 +322,7 @@ def add_title(figure, finding):
 
         add_title(figure, "One map counts votes, the difference of two does not")
     """
-    text = textwrap.fill(finding, int(figure.get_figwidth() / 0.14))  # 0.14 inches a letter
+    text = textwrap.fill(finding, int(figure.get_figwidth() / 0.115))  # inches a letter
     figure.suptitle(text, x=0.01, ha="left", fontsize=LOOK["axes.titlesize"], fontweight="bold")
 
 

@@ -26,7 +26,7 @@ def rows_of_table_6(flags):
     return {
         "Transformer": ["--attn=softmax"],
         "half the heads of size 2d": ["--attn=softmax", f"--n_head={half}"],
-        "the same + norm": ["--attn=softmax", f"--n_head={half}", "--subln"],
+        "half the heads + norm": ["--attn=softmax", f"--n_head={half}", "--subln"],
         "Diff": ["--attn=diff"],
         "Diff without norm": ["--attn=diff", "--no-subln"],
         "Diff λ_init = 0.8": ["--attn=diff", "--lambda_init=0.8"],
@@ -58,6 +58,19 @@ def table_6(runs):
     return table, noise
 
 
+def finding(noise):
+    """The title of the figure: what the norm costs, with two maps and with one."""
+    costs = []
+    for words, row, base in (
+        ("Diff", "Diff", "Diff without norm"),
+        ("one map with half the heads", "half the heads + norm", "half the heads of size 2d"),
+    ):
+        cost = noise.difference(row, base)
+        if cost:
+            costs.append(f"{report.format_cell(cost)} in {words}")
+    return f"What the norm costs: {', '.join(costs) or 'not known yet'}"
+
+
 def main(argv=None):
     p = grid.parser("python -m experiments.ablations", __doc__, "out/ablations",
                     seeds="3,4,5,6,7", rates="2e-3,4e-3", choose_on="1,2")
@@ -70,12 +83,8 @@ def main(argv=None):
     unit = bench.unit(result.runs)
     figure, (ax,) = report.new_figure(size=(9, 5))
     report.dot_plot(ax, noise.runs, "loss", row="row")
-    ax.set(xlabel=f"val loss, {unit}")
-    means = {row: noise.mean(row).mean for row in table["row"]}
-    best = min(means, key=means.get)
-    worst = max(means, key=means.get)
-    finding = f"Best of Table 6: {best}. Worst: {worst} (dots: runs; bars: 95 % intervals)"
-    report.add_title(figure, finding)
+    ax.set(xlabel=f"val loss, {unit} (dots: runs; bars: 95 % intervals of the means)")
+    report.add_title(figure, finding(noise))
     tables = {f"Table 6: final val loss, {unit}": table, **result.rates}
     about = result.about | noise.sentences()
     report.publish(args.out, "ablations", about, tables, figure, result.every_run)

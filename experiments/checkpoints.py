@@ -71,8 +71,12 @@ def open_checkpoints(args):
         models.append(model)
         # of one run there may be an early and a late checkpoint: the steps done tell them apart
         runs.append(asdict(model.config) | model.extra["run"] | dict(steps=model.extra["step"]))
+    # arms may have different rates, which need not stand in their names
+    names = arm_names([run | dict(lr=None) for run in runs])
+    if len(set(names)) < len(set(arm_names(runs))):
+        names = arm_names(runs)
     found = []
-    for model, run, arm in zip(models, runs, arm_names(runs)):
+    for model, run, arm in zip(models, runs, names):
         enc = get_tokenizer(model.extra["tokenizer"])
         found.append(Checkpoint(model, enc, arm, run["seed"], run))
     if len({(checkpoint.arm, checkpoint.seed) for checkpoint in found}) < len(found):
@@ -413,11 +417,11 @@ def context(args, checkpoints):
     label_powers(ax, args.contexts)
     ax.axhline(0, color="#777777", linewidth=1)
     ax.set(xlabel="how many of the last tokens a model sees",
-           ylabel="loss minus that with all, nats per token")
+           ylabel="change of the loss, nats per token\n(below 0: better without older tokens)")
     report.label_ends(ax)
     means = df.groupby(["arm", "context"], sort=False)["cost"].mean().groupby("arm").min()
     better = ", ".join(means.index[means < -0.01]) or "none"
-    title = f"More than 0.01 better if it sees only the last tokens: {better}"
+    title = f"Better by more than 0.01 without the older tokens: {better}"
     report.add_title(figure, title)
     about = text.about | dict(targets=targets, block=T)
     publish(args, "context", about, tables, figure, rows)

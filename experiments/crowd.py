@@ -108,7 +108,6 @@ And lambda is smaller where one map can be sharp: in capped softmax it ends at 0
 tau = 1, 1.5, 2 (N = 32, rate 3e-3).
 """
 import argparse
-import itertools
 import json
 import math
 import multiprocessing
@@ -767,8 +766,9 @@ def draw_accuracy(ax, df):
                 rows.append({"arm": label, "seed": run["seed"], "m": m, "accuracy": run[f"m={m}"]})
     report.line_plot(ax, pd.DataFrame(rows), "m", "accuracy", by="arm", seed="seed")
     steps = df["steps"].iloc[0]
-    ax.set(title=f"Right answers after {steps:,} steps\n(thin lines: single seeds)", ylim=(0, 1.05))
-    ax.set(xlabel=f"the crowd: how many of the {PICTURE_PAIRS} pairs share a value", xticks=sizes)
+    ax.set(title=f"Share of right answers after {steps:,} steps\n(thin lines: single seeds)")
+    ax.set(xlabel=f"the crowd: pairs (of {PICTURE_PAIRS}) with one value. None is asked for")
+    ax.set(xticks=sizes, ylim=(0, 1.05))
     report.label_ends(ax)
 
 
@@ -793,8 +793,9 @@ def draw_law(ax):
     color = report.STYLE["diff_linear"]["color"]
     ax.plot(lam, alone / (1 - lam), color="#777777")
     ax.plot(doses["lambda"], doses["measured"], "o", markersize=8, color=color)
-    ax.text(0.3, 22, f"line: predicted,\n{alone:.1f} / (1 - λ)", color="#777777", ha="center")
-    ax.set(title="Not trained: how large a crowd has to be\nto outvote the right pair")
+    ax.text(0.3, 22, f"line: predicted,\n{alone:.1f} / (1 - λ)\ndots: measured", color="#777777",
+            ha="center")
+    ax.set(title="Not trained: how many pairs with one\nwrong value it takes until that value wins")
     ax.set(xlabel="λ", ylabel="pairs in the crowd", yscale="log")
     ax.set(xlim=(-0.05, 1.05), ylim=(1.5, 60))
     ax.set_yticks([2, 5, 10, 20, 50], ["2", "5", "10", "20", "50"])
@@ -814,7 +815,9 @@ def draw_dose(ax, df):
     ax.plot(lam, df["mean accuracy"], "o", markersize=7, alpha=0.6, color=color)
     ax.plot(df["mean accuracy"].groupby(lam).mean(), color=color, linestyle="--")
     ax.text(0.1, 0.85, "diff_linear\n(dots: seeds)", color=color)
-    ax.set(title="Trained with λ held fixed:\nright answers, mean over the crowds", xlabel="λ")
+    ax.text(0.06, 0.1, "λ = 0: one map,\nhalf of the features", color=color)
+    ax.set(title="Trained with λ held fixed: share of right\nanswers, mean over five sizes of the crowd")
+    ax.set(xlabel="λ")
     ax.set(xlim=(-0.05, 1.05), ylim=(0, 1.05))
 
 
@@ -824,9 +827,9 @@ def draw_doses(df):
     draw_law(left)
     draw_dose(right, df)
     doses = df[df["arm"].isin(DOSES)].groupby("arm")["mean accuracy"].mean()
-    finding = "The larger λ, the more pairs it takes to outvote the right one."
+    finding = "The larger λ, the more wrong pairs it takes to win."
     if len(doses):
-        finding += f" Of those trained, λ = {DOSES[doses.idxmax()].frozen_lambda:g} is best"
+        finding += f" Best after training: λ = {DOSES[doses.idxmax()].frozen_lambda:g}"
     report.add_title(figure, finding)
     return figure
 
@@ -838,42 +841,38 @@ def predicted_border(N):
 
 def draw_phase(df):
     """Accuracy by length and sharpness, with the border that was predicted for one map."""
-    figure, axes = report.new_figure(columns=3, size=(14, 4.8), sharey=True)
+    figure, axes = report.new_figure(columns=3, size=(14, 5), sharey=True)
     # without the lengths at which no arm learned anything in so few steps
     best = df.groupby("pairs")["mean accuracy"].max()
     lengths = best.index[best > 0.5].tolist() or best.index.tolist()
     df = df[df["pairs"].isin(lengths)]
     taus = sorted(df["tau"].unique())
-    # tau is drawn to scale, so that the border can be: a row reaches halfway to the next one
-    middles = [(low + high) / 2 for low, high in itertools.pairwise(taus)]
-    edges = [taus[0] - 0.25, *middles, taus[-1] + 0.25]
     titles = ["softmax, 4 heads", "softmax, 2 heads", "diff, 2 heads of two maps"]
     most = df.groupby(["arm", "tau", "pairs"]).size().max()
     for ax, arm, title in zip(axes, PHASE_ARMS, titles):
         cells = df[df["arm"] == arm].groupby(["tau", "pairs"])["mean accuracy"]
         table = cells.mean().unstack().reindex(index=taus, columns=lengths)
-        sides = [j - 0.5 for j in range(len(lengths) + 1)]
-        mesh = ax.pcolormesh(sides, edges, table, cmap="viridis", vmin=0, vmax=1)
+        ax.imshow(table, cmap="viridis", vmin=0, vmax=1, aspect="auto", origin="lower")
         for (tau, N), n in cells.size().items():
             accuracy = table.loc[tau, N]
-            few = "" if n == most else f"\n(n = {n})"
-            ax.text(lengths.index(N) - 0.2, tau, f"{accuracy:.2f}{few}", ha="center", va="center",
-                    color="black" if accuracy > 0.6 else "white")
+            few = "" if n == most else f" (n = {n})"
+            ax.text(lengths.index(N), taus.index(tau) - 0.15, f"{accuracy:.2f}{few}", ha="center",
+                    va="center", color="black" if accuracy > 0.6 else "white")
         ax.set(title=title, xlabel="pairs in the text")
         ax.set_xticks(range(len(lengths)), lengths)
-        ax.set_yticks(taus, [f"{tau:g}" for tau in taus])
+        ax.set_yticks(range(len(taus)), [f"{tau:g}" for tau in taus])
         ax.grid(False)
     axes[0].set_ylabel("largest attention logit, τ")
-    figure.colorbar(mesh, ax=axes, label=f"right answers, mean of {most} seeds")
     steps = df["steps"].iloc[0]
+    note = f"numbers: share of right answers, mean of {most} seeds"
     if steps == PHASE_STEPS:  # of which the prediction speaks
+        note += ". orange: where softmax with 4 heads was predicted to have 0.5"
         for j, N in enumerate(lengths):
-            (line,) = axes[0].plot(
-                [j + 0.12, j + 0.45], [predicted_border(N)] * 2, color="#D55E00", linewidth=4)
-        figure.legend([line], ["where 4 heads were predicted to be right in half of their answers"],
-                      loc="outside lower center")
-    report.add_title(figure, f"Attention logits capped at τ, {steps:,} steps: softmax needs a "
-                             "larger τ for longer texts, the difference of two maps a smaller one")
+            height = np.interp(predicted_border(N), taus, range(len(taus)))
+            axes[0].plot([j - 0.5, j + 0.5], [height, height], color="#D55E00", linewidth=4)
+    figure.supxlabel(note, fontsize=report.LOOK["font.size"])
+    report.add_title(figure, f"Logits held below τ, {steps:,} steps: with a small τ softmax fails "
+                             "on longer texts, the difference far less")
     return figure
 
 
