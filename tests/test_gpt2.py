@@ -386,7 +386,7 @@ def test_arms_of_other_settings_are_not_published_beside_those_that_are_picked()
 
 def test_minutes_refuses_what_would_not_be_fair():
     short = [*SMALL, "--rows=softmax", "--minutes=0.000001"]
-    assert_value_error("give it more", gpt2.main, short)
+    assert_value_error("less than --eval_tokens=256", gpt2.main, short)
     for flag in ("--steps=8", "--tokens=1000", "--warmup=3"):
         name = flag.split("=")[0]
         assert_value_error(f"{name} belongs to the experiment", gpt2.main, [*short, flag])
