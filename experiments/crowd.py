@@ -829,7 +829,8 @@ def draw_doses(df):
     doses = df[df["arm"].isin(DOSES)].groupby("arm")["mean accuracy"].mean()
     finding = "The larger λ, the more wrong pairs it takes to win."
     if len(doses):
-        finding += f" Best after training: λ = {DOSES[doses.idxmax()].frozen_lambda:g}"
+        best = DOSES[doses.idxmax()].frozen_lambda
+        finding += f" Of these fixed λ, {best:g} is the best after training"
     report.add_title(figure, finding)
     return figure
 

@@ -275,7 +275,7 @@ def finding(noise):
     for decay, words in ((False, "without decay"), (True, "with decay")):
         gap = noise.difference(row_name("linear", decay), row_name("softmax", decay))
         if gap:
-            gaps.append(f"{gap.mean:+.2f} {words}")
+            gaps.append(f"{gap.mean:+.3f} {words}")
     return f"The loss of linear attention against softmax: {', '.join(gaps) or 'not known yet'}"
 
 
