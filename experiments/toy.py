@@ -13,11 +13,10 @@ parameters but for lambda and the norm. They appear with and without the norm. d
 has second queries, which a narrower MLP pays for, so that it has the parameters of softmax.
 
 By default each row has its own best rate, chosen on seeds 1 and 2, and is reported on seeds 3 to 7.
-The intervals are 95 % intervals of Student's t. There are two pooled standard deviations: one for
-linear attention in which most or all heads never forget, because it is noisier, and one for all
-other rows. If the two rows of a difference are from different pools, it has Welch's interval. Of
-some fifty comparisons two or three will be beyond their interval by chance. Other flags are
-train.py's.
+The intervals are 95 % intervals of Student's t. There are two pooled standard deviations, one for
+the rows without decay and one for those with it, which differ less by seed. If the two rows of a
+difference are from different pools, it has Welch's interval. Of some sixty comparisons about three
+would be beyond their interval by chance if nothing had an effect. Other flags are train.py's.
 
 What we predicted before the runs of each item, and what came (nats per byte; items 4, 5 and 7 with
 --choose_on=1 --seed=3,4,5):
@@ -242,13 +241,6 @@ def rows_of_controls(flags):
     return rows
 
 
-def add_pools(runs):
-    """The runs with the column `pool` of report.Noise: some rows differ more by seed."""
-    # three of the four heads of this arm never forget
-    forgets = runs["decay"].astype(bool) & (runs["attn"] != "linear_one_short_head")
-    return runs.assign(pool=bench.noise_pools(runs.assign(decay=forgets)))
-
-
 def differences_table(noise):
     """What each comparison comes to, and then what decay does to each arm."""
     table = []
@@ -348,7 +340,7 @@ def draw_controls(table, unit):
 
 def publish(result, args):
     """Tables and figure of the first part, or with --controls of the second."""
-    runs = add_pools(result.runs)
+    runs = result.runs.assign(pool=bench.noise_pools(result.runs))
     noise = report.Noise(grid.without_diverged(runs))
     unit = bench.unit(runs)
     tables = {f"Final val loss, {unit}": grid.losses_table(runs, noise)}

@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import TOY, assert_value_error
 
+import bench
 import model as model_module
 import report
 import train
@@ -330,16 +331,11 @@ def test_every_row_of_the_toy_is_another_model():
     assert set(controls) == set(toy.rows_of_controls([]))
 
 
-def test_the_rows_of_the_toy_that_never_forget_are_a_pool():
-    toy.register()
-    rows = toy.rows_of_arms([]) | toy.rows_of_controls([])
-    runs = pd.DataFrame([vars(train.parse(own)[0]) for own in rows.values()]).assign(row=list(rows))
-    pools = toy.add_pools(runs).set_index("row")["pool"]
-    loud = set(pools[pools == "linear attention without decay"].index)
-    assert loud == {
-        "linear", "linear 2 heads", "linear 2 heads norm", "diff_linear", "diff_linear no norm",
-        "linear one short head", "linear token shift", "linear no rotation",
-    }
+def test_rows_with_decay_are_a_pool_of_their_own():
+    runs = pd.DataFrame(dict(decay=[False, True, False]))
+    pools = ["rows without decay", "rows with decay", "rows without decay"]
+    assert list(bench.noise_pools(runs)) == pools
+    assert list(bench.noise_pools(runs[runs["decay"]])) == ["all rows"]
 
 
 @pytest.mark.parametrize("experiment, flag", [
