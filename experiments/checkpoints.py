@@ -376,6 +376,22 @@ def cut_losses(model, windows):
     return torch.cat(parts)
 
 
+def draw_context(df):
+    """What it costs each arm to see the last tokens only."""
+    df["context"] = df["context"].str.replace(",", "").astype(int)
+    figure, (ax,) = report.new_figure(size=(9, 5))
+    report.line_plot(ax, df, "context", "cost", by="arm", seed="seed")
+    label_powers(ax, df["context"])
+    ax.axhline(0, color="#777777", linewidth=1)
+    ax.set(xlabel="how many of the last tokens a model sees",
+           ylabel="change of the loss, nats per token\n(below 0: better without older tokens)")
+    report.label_ends(ax)
+    means = df.groupby(["arm", "context"], sort=False)["cost"].mean().groupby("arm").min()
+    better = ", ".join(means.index[means < -0.01]) or "none"
+    report.add_title(figure, f"Better by more than 0.01 without the older tokens: {better}")
+    return figure
+
+
 def context(args, checkpoints):
     """How much of the loss needs more than a few tokens of context.
 
@@ -410,19 +426,7 @@ def context(args, checkpoints):
         "Val loss in nats per token, by the tokens of context": average(rows, [*names, whole]),
         "What needs more context than that, nats per token": average(costs, names),
     }
-    df = to_long(costs, names, "context", "cost")
-    df["context"] = df["context"].str.replace(",", "").astype(int)
-    figure, (ax,) = report.new_figure(size=(9, 5))
-    report.line_plot(ax, df, "context", "cost", by="arm", seed="seed")
-    label_powers(ax, args.contexts)
-    ax.axhline(0, color="#777777", linewidth=1)
-    ax.set(xlabel="how many of the last tokens a model sees",
-           ylabel="change of the loss, nats per token\n(below 0: better without older tokens)")
-    report.label_ends(ax)
-    means = df.groupby(["arm", "context"], sort=False)["cost"].mean().groupby("arm").min()
-    better = ", ".join(means.index[means < -0.01]) or "none"
-    title = f"Better by more than 0.01 without the older tokens: {better}"
-    report.add_title(figure, title)
+    figure = draw_context(to_long(costs, names, "context", "cost"))
     about = text.about | dict(targets=targets, block=T)
     publish(args, "context", about, tables, figure, rows)
 
