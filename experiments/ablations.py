@@ -58,6 +58,13 @@ def table_6(runs):
     return table, noise
 
 
+def figure_label(row):
+    """The row's name beginning with its arm, so that it gets the arm's colour."""
+    if row.startswith("Diff"):
+        return row.replace("Diff", "diff")
+    return f"softmax ({row})"
+
+
 def finding(noise):
     """The title of the figure: what the norm costs, with two maps and with one."""
     costs = []
@@ -82,7 +89,8 @@ def main(argv=None):
     table, noise = table_6(result.runs)
     unit = bench.unit(result.runs)
     figure, (ax,) = report.new_figure(size=(9, 5))
-    report.dot_plot(ax, noise.runs, "loss", row="row")
+    labels = {row: figure_label(row) for row in table["row"]}
+    report.dot_plot(ax, noise.runs.replace({"row": labels}), "loss", row="row")
     ax.set(xlabel=f"val loss, {unit} (dots: runs; bars: 95 % intervals of the means)")
     report.add_title(figure, finding(noise))
     tables = {f"Table 6: final val loss, {unit}": table, **result.rates}

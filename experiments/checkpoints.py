@@ -388,7 +388,7 @@ def draw_context(df):
     report.label_ends(ax)
     means = df.groupby(["arm", "context"], sort=False)["cost"].mean().groupby("arm").min()
     better = ", ".join(means.index[means < -0.01]) or "none"
-    report.add_title(figure, f"Better by more than 0.01 without the older tokens: {better}")
+    report.add_title(figure, f"Improves when the older tokens are hidden: {better}")
     return figure
 
 

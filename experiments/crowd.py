@@ -828,7 +828,7 @@ def draw_doses(df):
     draw_law(left)
     draw_dose(right, df)
     doses = df[df["arm"].isin(DOSES)].groupby("arm")["mean accuracy"].mean()
-    finding = "The larger λ, the more wrong pairs it takes to win."
+    finding = "The larger λ, the larger the crowd that it withstands."
     if len(doses):
         best = DOSES[doses.idxmax()].frozen_lambda
         finding += f" Of these fixed λ, {best:g} is the best after training"

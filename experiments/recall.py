@@ -187,7 +187,7 @@ def draw(df, decay):
     report.line_plot(ax, by_length, "x", "accuracy", by="attn", seed="seed")
     ax.axvline(T_TRAIN, color="#777777", linewidth=1)
     ax.text(T_TRAIN, 0.03, "  longest text\n  in training", color="#777777")
-    ax.set(xscale="log", xlabel="tokens of the text, 4 of them pairs (thin lines: single seeds)")
+    ax.set(xscale="log", xlabel="tokens of the text, with 4 pairs (thin lines: single seeds)")
     ax.set(ylabel="how often the value is found", ylim=(0, 1.05))
     ax.set_xticks(LENGTHS, [str(T) for T in LENGTHS])
     ax.set_xticks([], minor=True)

@@ -272,7 +272,7 @@ def finding(noise):
         gap = noise.difference(row_name("linear", decay), row_name("softmax", decay))
         if gap:
             gaps.append(f"{gap.mean:+.3f} {words}")
-    return f"The loss of linear attention against softmax: {', '.join(gaps) or 'not known yet'}"
+    return f"Linear attention's gap to softmax: {', '.join(gaps) or 'not known yet'}"
 
 
 def draw_losses(noise, unit):
