@@ -88,7 +88,7 @@ def main(argv=None):
     result = grid.train_and_collect(rows, args, flags)
     table, noise = table_6(result.runs)
     unit = bench.unit(result.runs)
-    figure, (ax,) = report.new_figure(size=(9, 5))
+    figure, (ax,) = report.new_figure(size=(11, 5))
     labels = {row: figure_label(row) for row in table["row"]}
     report.dot_plot(ax, noise.runs.replace({"row": labels}), "loss", row="row")
     ax.set(xlabel=f"val loss, {unit} (dots: runs; bars: 95 % intervals of the means)")
