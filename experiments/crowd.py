@@ -115,10 +115,8 @@ tau = 1, 1.5, 2 (N = 32, rate 3e-3).
 import argparse
 import json
 import math
-import multiprocessing
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -129,6 +127,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import report
+from experiments.grid import in_processes
 from flags import comma_list, int_from_0, positive_int, positive_number
 from model import GPT, GPTConfig, distances, log_mask, phi
 
@@ -489,7 +488,7 @@ class Runs:
         """Trains those of `runs` that are not in the file, and writes each when it has ended.
         Returns how many there were."""
         missing = [run for run in dict.fromkeys(runs) if run not in self.rows]
-        for number, row in enumerate(self.train_all(missing), 1):
+        for number, row in enumerate(in_processes(do_run, missing, self.procs), 1):
             with self.file.open("a") as f:
                 f.write(json.dumps(row) + "\n")
             self.keep(row)
@@ -497,15 +496,6 @@ class Runs:
                   f"lr {row['lr']:g}, seed {row['seed']}: accuracy {row['mean accuracy']:.3f}, "
                   f"loss {row['loss']:.3f}, {row['seconds']} s", flush=True)
         return len(missing)
-
-    def train_all(self, missing):
-        """Yields the rows as the runs end."""
-        if self.procs == 1 or len(missing) <= 1:
-            yield from map(do_run, missing)
-            return
-        with ProcessPoolExecutor(self.procs, multiprocessing.get_context("spawn")) as pool:
-            for job in as_completed([pool.submit(do_run, run) for run in missing]):
-                yield job.result()
 
     def best_rate(self, like):
         """The rate with the least mean loss on CHOOSE_SEEDS, of the runs that are like this one but

@@ -16,10 +16,14 @@ import fnmatch
 import itertools
 import json
 import math
+import multiprocessing
+import os
 import re
 import signal
 import sys
+import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -394,6 +398,35 @@ def pick(rows, patterns):
             raise ValueError(f"--rows={pattern} is not a row. There are: {', '.join(rows)}")
         picked += fitting
     return {name: rows[name] for name in rows if name in picked}
+
+
+def in_processes(do, jobs, procs):
+    """Yields do(job) for each of the jobs, in their order. `procs` of them run at once.
+
+    However this process ends, by Ctrl-C, by an error or by kill -9, the others end with it."""
+    if procs == 1 or len(jobs) <= 1:
+        yield from map(do, jobs)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(procs, context, initializer=end_with_parent) as pool:
+        try:
+            for future in [pool.submit(do, job) for job in jobs]:
+                yield future.result()
+        finally:
+            # without this, Ctrl-C would wait until the jobs that have begun are done
+            for process in multiprocessing.active_children():
+                process.terminate()
+
+
+def end_with_parent():
+    """In a new process: it ends when the one that started it does, and not by itself at Ctrl-C."""
+
+    def wait():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def stop(number, frame):

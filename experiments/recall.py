@@ -22,17 +22,15 @@ The linear arms learned to exclude it, and failed where the right pair stood las
 import argparse
 import itertools
 import math
-import multiprocessing
 import os
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pandas as pd
 import torch
 
 import report
-from experiments.grid import refuse_shared_seeds
+from experiments.grid import in_processes, refuse_shared_seeds
 from flags import comma_list, int_from_0, positive_number
 from model import ATTENTION, GPT, GPTConfig
 
@@ -156,11 +154,7 @@ def do_run(job):
 def run_all(runs, args):
     """Trains and measures `runs`, (attn, lr, seed). Returns accuracy and attention, two frames."""
     jobs = [(*run, args.steps, args.decay, args.texts, args.device) for run in runs]
-    if args.procs == 1:
-        results = [do_run(job) for job in jobs]
-    else:
-        with ProcessPoolExecutor(args.procs, multiprocessing.get_context("spawn")) as pool:
-            results = list(pool.map(do_run, jobs))
+    results = list(in_processes(do_run, jobs, args.procs))
     accuracies = pd.DataFrame([row for rows, _ in results for row in rows])
     return accuracies, pd.DataFrame([row for _, rows in results for row in rows])
 
@@ -242,5 +236,7 @@ def main(argv=None):
 if __name__ == "__main__":
     try:
         main()
+    except KeyboardInterrupt:
+        sys.exit("recall: stopped. Nothing is kept, because results are written at the end")
     except (ValueError, OSError, ImportError) as e:
         sys.exit(f"recall: {e}")

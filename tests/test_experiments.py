@@ -1,9 +1,12 @@
 """experiments/: the grid and its refusals, the rows, diff_v2, and the measurements by hand."""
 import json
 import math
+import os
 import shutil
 import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -271,6 +274,47 @@ def test_ctrl_c_ends_a_wait_for_other_processes(trained, monkeypatch):
     monkeypatch.setattr(grid.time, "sleep", sleep)
     with pytest.raises(grid.Stopped):
         grid.run_grid(ROWS, [3], ["--preset=toy"], Path("out"))
+
+
+JOBS_THAT_DONT_END = """
+import os, signal, time
+from pathlib import Path
+from experiments.grid import in_processes
+
+def job(number):
+    Path(f"{os.getpid()}.pid").touch()
+    time.sleep(600)
+
+if __name__ == "__main__":
+    # a job in the background would not notice it otherwise
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    list(in_processes(job, range(8), procs=2))
+"""
+
+
+def is_running(pid):
+    """Whether a process is there and not a zombie, which only waits to be collected."""
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="it looks into /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_processes_end_with_the_one_that_started_them(number):
+    Path("program.py").write_text(JOBS_THAT_DONT_END)
+    top = str(Path(grid.__file__).parents[1])
+    program = subprocess.Popen([sys.executable, "program.py"], env=os.environ | {"PYTHONPATH": top})
+    while len(list(Path().glob("*.pid"))) < 2:
+        assert program.poll() is None
+        time.sleep(0.1)
+    program.send_signal(number)
+    program.wait(timeout=100)
+    deadline = time.monotonic() + 100
+    while running := [file.stem for file in Path().glob("*.pid") if is_running(file.stem)]:
+        assert time.monotonic() < deadline, running
+        time.sleep(0.1)
 
 
 def test_rows_are_picked_by_patterns():
