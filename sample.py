@@ -155,3 +155,5 @@ if __name__ == "__main__":
         sys.exit(130)  # what a shell expects after Ctrl-C
     except (ValueError, OSError) as e:
         sys.exit(f"sample.py: {e}")
+    except torch._dynamo.exc.TorchDynamoException as e:
+        sys.exit(f"sample.py: torch.compile failed, --no-compile does without it. It says: {e}")

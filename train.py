@@ -828,6 +828,17 @@ def introduce(config, data):
         print0("      this is Python's own manual. The real run needs a GPU and prepare_fineweb.py")
 
 
+def compile_failed(error):
+    """What torch.compile says, in one line, and what helps."""
+    from torch._inductor.codecache import cache_dir
+
+    first_lines = str(error).split("\n\n")[0]
+    return (
+        f"torch.compile failed ({' '.join(first_lines.split())}). --no-compile does without it. If a "
+        f"run was killed while it compiled, what it left in {cache_dir()} may be damaged: delete it"
+    )
+
+
 def main(argv=None):
     """Trains the runs that a command line asks for.
 
@@ -854,7 +865,10 @@ def main(argv=None):
         with open(log_path, "a", newline="\n") as log_file:
             if config.rank == 0:
                 lock(log_file, config.out)
-            outcomes.append(train_run(config, data, log_file))
+            try:
+                outcomes.append(train_run(config, data, log_file))
+            except torch._dynamo.exc.TorchDynamoException as e:
+                raise ValueError(compile_failed(e)) from e
         if outcomes[-1] == "stopped":
             break
     if shared.world > 1:

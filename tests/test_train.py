@@ -476,6 +476,17 @@ def test_a_loss_that_is_not_finite_stops_the_run(capsys):
     assert done_steps("wild") == 0
 
 
+def test_a_failing_compiler_is_named_and_what_helps(monkeypatch):
+    compile = torch.compile
+
+    def broken(graph, inputs):
+        raise OSError("file too short")
+
+    monkeypatch.setattr(torch, "compile", lambda model: compile(model, backend=broken))
+    says = r"torch.compile failed \(.*OSError: file too short\). --no-compile does without it. .* in /"
+    assert_value_error(says, train.main, [*TOY, "--compile", "--out=run"])
+
+
 def test_another_run_is_refused_and_left_alone():
     Path("other.txt").write_text("Once upon a time there was another text. " * 900)
     flags = [*TOY, "--attn=diff", "--steps=4", "--out=run"]
