@@ -834,8 +834,9 @@ def compile_failed(error):
 
     first_lines = str(error).split("\n\n")[0]
     return (
-        f"torch.compile failed ({' '.join(first_lines.split())}). --no-compile does without it. If a "
-        f"run was killed while it compiled, what it left in {cache_dir()} may be damaged: delete it"
+        f"torch.compile failed ({' '.join(first_lines.split())}). --no-compile does without it. "
+        f"If a run was killed while it compiled, what it left in {cache_dir()} may be damaged: "
+        "delete it"
     )
 
 

@@ -811,7 +811,8 @@ def draw_dose(ax, df):
     ax.plot(df["mean accuracy"].groupby(lam).mean(), color=color, linestyle="--")
     ax.text(0.1, 0.85, "diff_linear\n(dots: seeds)", color=color)
     ax.text(0.06, 0.1, "λ = 0: one map,\nhalf of the features", color=color)
-    ax.set(title="Trained with λ held fixed: share of right\nanswers, mean over five sizes of the crowd")
+    ax.set(title="Trained with λ held fixed: share of right\n"
+                 "answers, mean over five sizes of the crowd")
     ax.set(xlabel="λ")
     ax.set(xlim=(-0.05, 1.05), ylim=(0, 1.05))
 

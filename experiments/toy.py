@@ -22,9 +22,9 @@ What we predicted before the runs of each item, and what came (nats per byte; it
 --choose_on=1 --seed=3,4,5):
 
 1.  Two arms that differ in the difference of two maps alone are less than 0.02 nats apart.
-    - Without the norm: yes with decay, in softmax and linear attention. Without decay not decided in
-      softmax (-0.006 +- 0.016), and no in linear attention, which it costs 0.09. With the norm no,
-      see 6.
+    - Without the norm: yes with decay, in softmax and linear attention. Without decay not decided
+      in softmax (-0.006 +- 0.016), and no in linear attention, which it costs 0.09. With the norm
+      no, see 6.
 2.  The norm costs less than 0.05 nats. (It cost 0.2 where weights began so small that all maps
     were flat.)
     - No: 0.06 in diff, and 0.05 with decay. In diff_linear it gains 0.04, and with decay it costs
@@ -57,8 +57,8 @@ What we predicted before the runs of each item, and what came (nats per byte; it
     weight starts at 0.2, the norm costs diff less than 0.03 in the place of 0.06, and softmax with
     two heads less than 0.05 in the place of 0.10.
     - Yes for softmax, 0.005, and not decided for diff, 0.014, or 0.020 where diff without the norm
-      has the rate of item 2 (all +- 0.019). So most of the cost was that start. What diff gains over
-      softmax where both norms start at 1, see 6, is gone: 0.002 +- 0.019.
+      has the rate of item 2 (all +- 0.019). So most of the cost was that start. What diff gains
+      over softmax where both norms start at 1, see 6, is gone: 0.002 +- 0.019.
 """
 import numpy as np
 import pandas as pd
@@ -103,7 +103,8 @@ COMPARISONS = [
     ("linear instead of softmax", "linear", "softmax"),
     ("diff_linear", "diff_linear", "linear"),
     ("the difference alone: heads, state alike, no norm", "diff_linear no norm", "linear 2 heads"),
-    ("the difference and its factor: heads, state, norm alike", "diff_linear", "linear 2 heads norm"),
+    ("the difference and its factor: heads, state, norm alike",
+     "diff_linear", "linear 2 heads norm"),
     ("the norm of diff_linear", "diff_linear", "diff_linear no norm"),
     ("the norm of one linear map", "linear 2 heads norm", "linear 2 heads"),
     ("half the heads in linear", "linear 2 heads", "linear"),
