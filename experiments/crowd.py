@@ -542,6 +542,9 @@ def phase(runs, args):
 
     Each cell has its own rate: a cell that can't learn can't choose a rate for the others."""
     steps = args.steps or PHASE_STEPS
+    fewest = 4 * QUERIES  # a quarter of the pairs is never in the crowd, and can be asked for
+    if min(args.pairs) < fewest:
+        raise ValueError(f"--pairs takes numbers from {fewest} on")
     for N in args.pairs:
         likes = [Run(arm, 0, 0, N, steps, tau) for tau in args.tau for arm in PHASE_ARMS]
         choose_rates(runs, likes, args.choose_on)
@@ -875,37 +878,49 @@ def draw_phase(df):
 
 def publish(runs, args):
     """The tables and figures of all finished runs."""
+    if not runs.rows:
+        raise ValueError(f"no runs in {runs.file} yet: `python -m experiments.crowd train` or phase")
     df = one_row_a_run(runs)
     final = reported(runs, df)
-    trained = final[final["tau"].isna()]
+    capped = df["tau"].notna()
     about = report.conditions(torch.device("cpu"), threads_of_a_run=1)
-    doses, caps = law()
-    tables = {}
-    for (N, steps), group in trained.groupby(["pairs", "steps"]):
-        tables[f"{N} pairs, {steps:,} steps: accuracy by crowd"] = accuracy_table(group)
-        differences = contrast_table(group)
-        if len(differences):
-            tables[f"{N} pairs, {steps:,} steps: differences"] = differences
-    tables["The law, untrained, 64 pairs: the crowd that makes half of the answers wrong"] = doses
-    tables["The same for softmax with its largest logit held to tau"] = caps
+    if not capped.all():
+        publish_trained(final[final["tau"].isna()], df[~capped], about, args)
+    if capped.any():
+        publish_capped(final[final["tau"].notna()], df[capped], about, args)
+
+
+def publish_trained(final, every_run, about, args):
+    """The first figure, the dose, and the tables of all arms and of the law."""
     steps = args.steps or PICTURE_STEPS
-    shown = trained[(trained["pairs"] == PICTURE_PAIRS) & (trained["steps"] == steps)]
+    shown = final[(final["pairs"] == PICTURE_PAIRS) & (final["steps"] == steps)]
     if not shown["arm"].isin(SHOWN).any():
         raise ValueError("nothing to show yet: `python -m experiments.crowd train --groups=64`")
+    tables = {}
+    for (N, steps_of_group), group in final.groupby(["pairs", "steps"]):
+        title = f"{N} pairs, {steps_of_group:,} steps"
+        tables[f"{title}: accuracy by crowd"] = accuracy_table(group)
+        differences = contrast_table(group)
+        if len(differences):
+            tables[f"{title}: differences"] = differences
+    doses, caps = law()
+    tables["The law, untrained, 64 pairs: the crowd that makes half of the answers wrong"] = doses
+    tables["The same for softmax with its largest logit held to tau"] = caps
     draw_doses(shown).savefig(args.out / "dose.png")
     figure = draw_crowd(shown, *example_maps(steps))
-    report.publish(args.out, "crowd", about, tables, figure, df[df["tau"].isna()])
-    capped = final[final["tau"].notna()]
-    if len(capped):
-        tables = {}
-        for (N, steps), group in capped.groupby(["pairs", "steps"]):
-            table = group.sort_values(["tau", "arm"])
-            tables[f"{N} pairs, {steps:,} steps: accuracy by crowd"] = phase_table(table)
-        drawn = capped[capped["steps"] == (args.steps or PHASE_STEPS)]
-        if drawn.empty:
-            raise ValueError("no capped runs of so many steps: give their number with --steps")
-        report.publish(
-            args.out, "phase", about, tables, draw_phase(drawn), df[df["tau"].notna()])
+    report.publish(args.out, "crowd", about, tables, figure, every_run)
+
+
+def publish_capped(final, every_run, about, args):
+    """The phase diagram and its tables."""
+    drawn = final[final["steps"] == (args.steps or PHASE_STEPS)]
+    if drawn.empty:
+        raise ValueError("no capped runs of so many steps: give their number with --steps")
+    tables = {}
+    for (N, steps), group in final.groupby(["pairs", "steps"]):
+        table = phase_table(group.sort_values(["tau", "arm"]))
+        tables[f"{N} pairs, {steps:,} steps: accuracy by crowd"] = table
+    report.publish(args.out, "phase", about, tables, draw_phase(drawn), every_run)
 
 
 def phase_table(df):
@@ -923,9 +938,10 @@ def main(argv=None):
         "crowd", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("verb", choices=["maps", "law", "train", "phase", "figure"])
     p.add_argument("--out", type=Path, default="out/crowd", help="its folder (%(default)s)")
-    p.add_argument("--procs", type=int, default=2, help="runs at once (%(default)s)")
-    p.add_argument("--steps", type=int, help="steps of a run, and of the runs that `maps` and "
-                   "`figure` draw (2,000 with 64 pairs, else 1,500 in most groups)")
+    p.add_argument("--procs", type=positive_int, default=2, help="runs at once (%(default)s)")
+    p.add_argument("--steps", type=positive_int,
+                   help="steps of a run, and of the runs that `maps` and `figure` draw (2,000 with "
+                        "64 pairs, else 1,500 in most groups)")
     seeds = comma_list(int_from_0)
     p.add_argument("--seed", type=seeds, default=REPORT_SEEDS,
                    help="seeds that are reported (3,4,5,6,7)")

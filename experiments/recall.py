@@ -31,8 +31,8 @@ import torch
 
 import report
 from experiments.grid import in_processes, refuse_shared_seeds
-from flags import comma_list, int_from_0, positive_number
-from model import ATTENTION, GPT, GPTConfig
+from flags import comma_list, int_from_0, positive_int, positive_number
+from model import ATTENTION, GPT, GPTConfig, open_device
 
 KEYS = 16
 VALUES = 16
@@ -203,15 +203,17 @@ def main(argv=None):
                    help="seeds on which rates are chosen (1,2)")
     p.add_argument("--lr", type=comma_list(positive_number), default=[1e-3, 3e-3],
                    help="peak rates. Each arm takes its best of these (1e-3,3e-3)")
-    p.add_argument("--steps", type=int, default=1000, help="training steps of each (1000)")
+    p.add_argument("--steps", type=positive_int, default=1000, help="training steps of each (1000)")
     p.add_argument("--decay", action="store_true", help="masks that forget, in every arm")
-    p.add_argument("--texts", type=int, default=256, help="texts behind a figure (256)")
-    p.add_argument("--procs", type=int, default=os.cpu_count(), help="runs at once (the cores)")
+    p.add_argument("--texts", type=positive_int, default=256, help="texts behind a figure (256)")
+    p.add_argument("--procs", type=positive_int, default=os.cpu_count(),
+                   help="runs at once (the cores)")
     p.add_argument("--device", default="cpu", help="cpu, cuda, ... (cpu: the models are tiny)")
     p.add_argument("--out", type=Path, default="out/recall",
                    help="folder of the result (%(default)s)")
     args = p.parse_args(argv)
     refuse_shared_seeds(args.seed, args.lr, args.choose_on)
+    open_device(args.device)  # before the first run, if it can't be used
     report.check_can_publish(args.out)
 
     rates, trials, tried = choose_rates(args)

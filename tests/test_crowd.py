@@ -189,7 +189,7 @@ def test_all_parts_run_stop_and_go_on(tmp_path, small, monkeypatch, capsys):
     out = f"--out={tmp_path}"
     flags = ["--steps=2", "--procs=1", "--seed=3,4", out]
     crowd.main(["train", *flags])
-    crowd.main(["phase", "--pairs=16", "--tau=1,2", *flags])
+    crowd.main(["phase", "--pairs=32", "--tau=1,2", *flags])
     lines = (tmp_path / "runs.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     n_train = len(crowd.SHOWN) * 4  # two seeds to choose a rate, two to report
@@ -204,7 +204,7 @@ def test_all_parts_run_stop_and_go_on(tmp_path, small, monkeypatch, capsys):
     do_run = crowd.do_run
     monkeypatch.setattr(crowd, "do_run", lambda run: trained.append(run) or do_run(run))
     crowd.main(["train", *flags])
-    crowd.main(["phase", "--pairs=16", "--tau=1,2", *flags])
+    crowd.main(["phase", "--pairs=32", "--tau=1,2", *flags])
     assert len(trained) == 2
     again = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
     assert [row["loss"] for row in again] == [row["loss"] for row in rows]
@@ -227,6 +227,22 @@ def test_all_parts_run_stop_and_go_on(tmp_path, small, monkeypatch, capsys):
     assert (tmp_path / "dose.png").stat().st_size > 10_000
     assert (tmp_path / "crowd.png").stat().st_size > 10_000
     assert (tmp_path / "phase.png").stat().st_size > 10_000
+
+
+def test_what_can_not_be_drawn_or_trained_is_refused(tmp_path, small):
+    out = f"--out={tmp_path}"
+    for verb, flag, says in [
+        ("figure", "--procs=1", "no runs in .*runs.jsonl yet"),
+        ("phase", "--pairs=32,31", "--pairs takes numbers from 32 on"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            crowd.main([verb, flag, out])
+    assert not (tmp_path / "runs.jsonl").exists()
+
+    # capped softmax needs no other runs for its figure
+    crowd.main(["phase", "--pairs=32", "--tau=1", "--steps=2", "--seed=3", "--procs=1", out])
+    crowd.main(["figure", "--steps=2", out])
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["phase.png"]
 
 
 def test_the_maps_of_the_figure_are_sorted_by_what_a_query_should_see(monkeypatch):
