@@ -453,7 +453,7 @@ def draw_timings(timings, facts, first):
         draw_state(axes[-1], facts)
         sizes = facts[facts["T"] == facts["T"].max()].set_index("arm")[STATE]
         least = sizes[sizes == sizes.min()].index
-        finding += f". Smallest state: {' and '.join(least)}"
+        finding += f". Smallest state at {facts['T'].max():,}: {' and '.join(least)}"
         if first in sizes and first not in least:
             finding += f", 1/{sizes[first] / sizes.min():.0f} of {first}'s"
     report.add_title(figure, finding)

@@ -469,10 +469,10 @@ def dot_plot(ax, df, value, row, condition=None, pool=None):
         ax.errorbar(mean, height, xerr=error, color=color, linewidth=2, capsize=4, zorder=3)
         ax.plot(mean, height, marker="|", markersize=15, markeredgewidth=2.6, color=color, zorder=3)
         if len(levels) == 2 and label == rows[0]:
-            # what hollow means stands above its dots, what filled means below
-            place = dict(xytext=(0, 10), va="bottom") if hollow else dict(xytext=(0, -10), va="top")
-            ax.annotate(level, (mean, height), ha="center", textcoords="offset points",
-                        fontsize=LOOK["font.size"] - 2, **place)
+            kind = "hollow" if hollow else "filled"
+            right = max(runs[value].max(), mean + error)
+            ax.annotate(f"{kind}: {level}", (right, height), xytext=(10, 0), va="center",
+                        textcoords="offset points", fontsize=LOOK["font.size"] - 2)
     ax.set_yticks(range(len(rows)), rows)
     ax.set_ylim(len(rows) - 0.4, -0.8)
     ax.grid(axis="y", visible=False)

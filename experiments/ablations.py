@@ -69,8 +69,8 @@ def finding(noise):
     """The title of the figure: what the norm costs, with two maps and with one."""
     costs = []
     for words, row, base in (
-        ("Diff", "Diff", "Diff without norm"),
-        ("one map with half the heads", "half the heads + norm", "half the heads of size 2d"),
+        ("diff", "Diff", "Diff without norm"),
+        ("softmax with half the heads", "half the heads + norm", "half the heads of size 2d"),
     ):
         cost = noise.difference(row, base)
         if cost:
@@ -91,7 +91,7 @@ def main(argv=None):
     figure, (ax,) = report.new_figure(size=(11, 5))
     labels = {row: figure_label(row) for row in table["row"]}
     report.dot_plot(ax, noise.runs.replace({"row": labels}), "loss", row="row")
-    ax.set(xlabel=f"val loss, {unit} (dots: runs; bars: 95 % intervals of the means)")
+    ax.set(xlabel=f"val loss, {unit}, left: better (dots: runs; bars: 95 % intervals of the means)")
     report.add_title(figure, finding(noise))
     tables = {f"Table 6: final val loss, {unit}": table, **result.rates}
     about = result.about | noise.sentences()

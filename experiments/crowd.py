@@ -765,7 +765,7 @@ def draw_accuracy(ax, df):
     report.line_plot(ax, pd.DataFrame(rows), "m", "accuracy", by="arm", seed="seed")
     steps = df["steps"].iloc[0]
     ax.set(title=f"Share of right answers after {steps:,} steps\n(thin lines: single seeds)")
-    ax.set(xlabel=f"the crowd: pairs (of {PICTURE_PAIRS}) with one value. None is asked for")
+    ax.set(xlabel=f"size of the crowd, of {PICTURE_PAIRS} pairs")
     ax.set(xticks=sizes, ylim=(0, 1.05))
     report.label_ends(ax)
 
@@ -793,7 +793,7 @@ def draw_law(ax):
     ax.plot(doses["lambda"], doses["measured"], "o", markersize=8, color=color)
     ax.text(0.3, 22, f"line: predicted,\n{alone:.1f} / (1 - λ)\ndots: measured", color="#777777",
             ha="center")
-    ax.set(title="Not trained: how many pairs with one\nwrong value it takes until that value wins")
+    ax.set(title="Not trained: how many pairs of one\nvalue it takes to outvote the right pair")
     ax.set(xlabel="λ", ylabel="pairs in the crowd", yscale="log")
     ax.set(xlim=(-0.05, 1.05), ylim=(1.5, 60))
     ax.set_yticks([2, 5, 10, 20, 50], ["2", "5", "10", "20", "50"])
@@ -812,8 +812,8 @@ def draw_dose(ax, df):
     color = report.STYLE["diff_linear"]["color"]
     ax.plot(lam, df["mean accuracy"], "o", markersize=7, alpha=0.6, color=color)
     ax.plot(df["mean accuracy"].groupby(lam).mean(), color=color, linestyle="--")
-    ax.text(0.1, 0.85, "diff_linear\n(dots: seeds)", color=color)
-    ax.text(0.06, 0.1, "λ = 0: one map,\nhalf of the features", color=color)
+    ax.text(0.1, 0.85, "diff_linear\n(dots: seeds, line: mean)", color=color)
+    ax.text(-0.02, 0.3, "λ = 0: one map,\nhalf of the features", color=color, va="top")
     ax.set(title="Trained with λ held fixed: share of right\n"
                  "answers, mean over five sizes of the crowd")
     ax.set(xlabel="λ")
@@ -829,7 +829,7 @@ def draw_doses(df):
     finding = "The larger λ, the larger the crowd that it withstands."
     if len(doses):
         best = DOSES[doses.idxmax()].frozen_lambda
-        finding += f" Of these fixed λ, {best:g} is the best after training"
+        finding += f" After training the best of these is {best:g}"
     report.add_title(figure, finding)
     return figure
 

@@ -338,11 +338,12 @@ def controls_table(noise):
 
 def draw_controls(table, unit):
     """What each change of plain linear attention brings. The other changes are in the table."""
-    figure, (ax,) = report.new_figure(size=(11, 3.6))
+    figure, (ax,) = report.new_figure(size=(11, 3.9))
     table = table[table["of"].str.endswith("− linear")].reset_index(drop=True)
     grid.draw_differences(ax, table, "what is changed", {"difference": (True, 0)}, limit=1)
     ax.set_xlim(-0.8, 0.5)
-    ax.set(xlabel=f"change of linear attention's val loss, {unit} (left: better)")
+    ax.set(xlabel=f"change of linear attention's val loss, {unit}\n"
+                  "(left: better; bars: 95 % intervals; 0: linear attention without decay)")
     return figure
 
 

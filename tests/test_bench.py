@@ -247,7 +247,7 @@ def test_the_first_of_two_conditions_is_hollow():
     assert hollow.get_facecolor()[0, :3].tolist() == [1, 1, 1]
     assert filled.get_facecolor()[0, :3].tolist() == filled.get_edgecolor()[0, :3].tolist()
     assert hollow.get_offsets()[0, 1] < filled.get_offsets()[0, 1]
-    assert [text.get_text() for text in ax.texts] == ["without", "with"]
+    assert [text.get_text() for text in ax.texts] == ["hollow: without", "filled: with"]
 
 
 def test_figure_and_table_agree_where_there_are_pools():
@@ -574,7 +574,7 @@ def test_the_title_names_every_part(tiny_toy, monkeypatch):
     sequences = ["one sequence", "2 sequences at once", "3 sequences at once"]
     findings = [f"sampling {of}: softmax at 16 tokens" for of in sequences]
     fastest = f"Fastest in {'; in '.join(findings)}"
-    assert titles == [f"{fastest}. Smallest state: softmax"]
+    assert titles == [f"{fastest}. Smallest state at 16: softmax"]
 
 
 @pytest.mark.parametrize(
