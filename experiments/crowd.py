@@ -345,16 +345,17 @@ class Reader(nn.Module):
             return torch.tensor(self.arm.frozen_lambda)
         return self.layer.lambda_full()
 
-    def one_map(self, q, k, x):
+    def one_map(self, q, k, x, mask):
         """The map of each branch, (B, H, QUERIES, T)."""
         if self.arm.weights == "signed":
-            return signed_map(q, k, self.mask)
+            return signed_map(q, k, mask)
         if self.arm.weights == "delta":
             beta = torch.sigmoid(self.beta(x)).transpose(1, 2)  # (B, H, T)
-            return delta_map(q, k, self.mask, beta)
+            # the last query's row: a pair that is hidden from it writes nothing, too
+            return delta_map(q, k, mask, beta * mask[..., -1, :])
         if self.arm.attn in ("linear", "diff_linear"):
-            return linear_map(q, k, self.mask)
-        return softmax_map(q, k, self.mask, self.tau)
+            return linear_map(q, k, mask)
+        return softmax_map(q, k, mask, self.tau)
 
     def join(self, A):
         """The branches' maps to one map a head, (B, H / 2, QUERIES, T)."""
@@ -369,18 +370,25 @@ class Reader(nn.Module):
             return (first + lam.abs() * second) / (1 + lam.abs())
         return first - lam * second
 
-    def branch_maps(self, x):
+    def branch_maps(self, x, mask=None):
         """The map of each branch, from the normalised input of the layer."""
+        mask = self.mask if mask is None else mask
         layer = self.layer
         B, T, C = x.shape
         q = layer.q_proj(x[:, self.pairs :]).view(B, QUERIES, layer.n_head, -1).transpose(1, 2)
         k = layer.k_proj(x).view(B, T, layer.n_head, -1).transpose(1, 2)
-        return self.one_map(q, k, x)
+        return self.one_map(q, k, x, mask)
 
     def embed(self, texts):
         return self.gpt.wte(texts.key) + self.gpt.wte(texts.other)
 
-    def forward(self, texts):
+    def mask_without_crowd(self, texts, m):
+        """The mask that hides the crowd's pairs, (B, H, QUERIES, T)."""
+        shown = torch.ones(len(texts.place), self.mask.shape[-1])
+        shown = shown.scatter(-1, texts.place[:, :m], 0.0)
+        return self.mask * shown[:, None, None, :]
+
+    def forward(self, texts, mask=None):
         """The logits of the values at the queries, (B, QUERIES, 2 N)."""
         layer = self.layer
         block = self.gpt.blocks[0]
@@ -388,7 +396,7 @@ class Reader(nn.Module):
         B, T, C = x.shape
         normed = block.norm1(x)
         v = layer.v_proj(normed).view(B, T, layer.n_value_head, -1).transpose(1, 2)
-        y = self.join(self.branch_maps(normed)) @ v  # (B, heads, QUERIES, their size)
+        y = self.join(self.branch_maps(normed, mask)) @ v  # (B, heads, QUERIES, their size)
         if layer.subln is not None:
             y = layer.subln(y) * (1 - layer.lambda_init)
         y = y.transpose(1, 2).reshape(B, QUERIES, C)
@@ -442,22 +450,30 @@ def attention_on(model, texts):
     }
 
 
+def share_of_right(logits, texts):
+    return (logits.argmax(-1) == texts.answer).float().mean().item()
+
+
 @torch.no_grad()
 def test_reader(model):
-    """Accuracy by crowd, the mean loss over the crowds, lambda, and where the attention goes."""
+    """Accuracy by crowd, and with the crowd hidden, the mean loss over the crowds, lambda, and
+    where the attention goes."""
     accuracy = {}
+    hidden = {}
     losses = []
     for m in crowds(model.pairs):
         # the same texts for every model, which no model was trained on
         texts = make_texts(torch.Generator().manual_seed(10**6 + m), TEST_TEXTS, model.pairs, m)
         logits = model(texts)
         losses.append(F.cross_entropy(logits.flatten(0, 1), texts.answer.flatten()).item())
-        accuracy[str(m)] = (logits.argmax(-1) == texts.answer).float().mean().item()
+        accuracy[str(m)] = share_of_right(logits, texts)
+        hidden[str(m)] = share_of_right(model(texts, model.mask_without_crowd(texts, m)), texts)
         if m == model.pairs // 4:
             attention = attention_on(model, texts)
     return {
         "accuracy": accuracy,
         "mean accuracy": sum(accuracy.values()) / len(accuracy),
+        "accuracy without the crowd": hidden,
         "loss": sum(losses) / len(losses),
         "lambda": float(model.lambda_full()) if model.layer.branches == 2 else None,
         "attention": attention,
@@ -622,6 +638,9 @@ def one_row_a_run(runs):
         row = dict(row)
         for m, accuracy in row.pop("accuracy").items():
             row[f"m={m}"] = accuracy
+        # runs from before this was measured don't have it
+        for m, accuracy in row.pop("accuracy without the crowd", {}).items():
+            row[f"hidden, m={m}"] = accuracy
         for name, value in row.pop("attention").items():
             row[f"attention, {name}"] = value
         rows.append(row)
@@ -654,6 +673,22 @@ def accuracy_table(df):
             row["lambda"] = f"{values.mean():.2f}"
         for name in ("right", "others", "share of the right"):
             row[name] = f"{group[f'attention, {name}'].mean():.3f}"
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def hidden_table(df):
+    """A row for each arm of one length: accuracy where the crowd of m pairs is hidden, as a mean
+    with the least and the largest of the seeds. Empty if no run has it."""
+    if "hidden, m=0" not in df:
+        return pd.DataFrame()
+    df = df.dropna(subset=["hidden, m=0"])
+    rows = []
+    for arm, group in df.groupby("arm", sort=False):
+        row = {"arm": arm, "n": len(group)}
+        for m in crowds(df["pairs"].iloc[0]):
+            found = group[f"hidden, m={m}"]
+            row[f"m={m}"] = f"{found.mean():.3f} ({found.min():.3f} to {found.max():.3f})"
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -908,6 +943,9 @@ def publish_trained(final, every_run, about, args):
     for (N, steps_of_group), group in final.groupby(["pairs", "steps"]):
         title = f"{N} pairs, {steps_of_group:,} steps"
         tables[f"{title}: accuracy by crowd"] = accuracy_table(group)
+        hidden = hidden_table(group)
+        if len(hidden):
+            tables[f"{title}: accuracy with the crowd hidden"] = hidden
         differences = contrast_table(group)
         if len(differences):
             tables[f"{title}: differences"] = differences

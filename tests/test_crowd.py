@@ -60,6 +60,26 @@ def test_the_rows_of_the_queries_are_those_of_model_py(name):
     torch.testing.assert_close(model(texts), logits[:, 16:, 64:96], atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("name", [
+    "softmax", "diff norm", "linear", "diff_linear norm", "signed norm", "delta norm",
+    "linear decay"])
+def test_a_crowd_that_is_hidden_changes_nothing(name):
+    model = Reader(Run(name, lr=1e-3, seed=1, pairs=32))
+    texts = make_texts(seeded(), 3, 32, 8)
+    other = texts.other.clone()
+    for b in range(3):
+        other[b, texts.place[b, :8]] = 6 * 32 - 1  # another value in the whole crowd
+    changed = crowd.Texts(texts.key, other, texts.answer, texts.place)
+    with torch.no_grad():
+        seen = (model(texts) - model(changed)).abs().max()
+        mask = model.mask_without_crowd(texts, 8)
+        hidden = (model(texts, mask) - model(changed, mask)).abs().max()
+        whole = model(texts, model.mask_without_crowd(texts, 0))
+        torch.testing.assert_close(whole, model(texts), atol=0, rtol=0)
+    assert seen > 1e-3
+    assert hidden == 0
+
+
 @pytest.mark.parametrize("tau", [0.5, 3.0])
 def test_the_largest_logit_of_a_capped_map_is_tau(tau):
     q = torch.tensor([[7.0, 0.0]])
