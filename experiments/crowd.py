@@ -139,7 +139,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import report
-from experiments.grid import in_processes
+from experiments.grid import finished_lines, in_processes
 from flags import comma_list, int_from_0, positive_int, positive_number
 from model import GPT, GPTConfig, distances, log_mask, phi
 
@@ -502,12 +502,8 @@ class Runs:
         self.procs = procs
         self.rows = {}  # Run: its line in the file
         out.mkdir(parents=True, exist_ok=True)
-        text = self.file.read_text() if self.file.exists() else ""
-        *lines, cut = text.split("\n")
-        if cut:  # we were killed while we wrote the last line
-            self.file.write_text(text.removesuffix(cut))
-        for line in lines:
-            self.keep(json.loads(line))
+        for row in finished_lines(self.file):
+            self.keep(row)
 
     def keep(self, row):
         names = Run.__dataclass_fields__

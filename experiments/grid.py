@@ -400,6 +400,15 @@ def pick(rows, patterns):
     return {name: rows[name] for name in rows if name in picked}
 
 
+def finished_lines(file):
+    """The JSON lines of a file, one for each finished run. A line that was cut is removed."""
+    text = file.read_text() if file.exists() else ""
+    *lines, cut = text.split("\n")
+    if cut:  # we were killed while we wrote it
+        file.write_text(text.removesuffix(cut))
+    return [json.loads(line) for line in lines]
+
+
 def in_processes(do, jobs, procs):
     """Yields do(job) for each of the jobs, in their order. `procs` of them run at once.
 

@@ -4,6 +4,8 @@ Which attention finds what it needs among noise? Every arm learns it on texts ma
     python -m experiments.recall            # four arms, 28 runs: 40 to 60 minutes of one core
     python -m experiments.recall --decay    # the same with masks that forget
 
+A finished run is a line of <out>/runs.jsonl, so both can be stopped, and the same command goes on.
+
 A text holds N pairs of a key and a value at random places among fillers. At its end stand R of the
 keys, and the model has to answer with their values. Tables 2 and 3 and Figures 5 and 7 of arXiv
 2410.05258 ask the same of large models: by the number of pairs, by the length of the text, by the
@@ -21,6 +23,7 @@ The linear arms learned to exclude it, and failed where the right pair stood las
 """
 import argparse
 import itertools
+import json
 import math
 import os
 import sys
@@ -30,7 +33,7 @@ import pandas as pd
 import torch
 
 import report
-from experiments.grid import in_processes, refuse_shared_seeds
+from experiments.grid import finished_lines, in_processes, refuse_shared_seeds
 from flags import comma_list, int_from_0, positive_int, positive_number
 from model import ATTENTION, GPT, GPTConfig, open_device
 
@@ -152,9 +155,18 @@ def do_run(job):
 
 
 def run_all(runs, args):
-    """Trains and measures `runs`, (attn, lr, seed). Returns accuracy and attention, two frames."""
+    """Trains and measures `runs`, (attn, lr, seed). Returns accuracy and attention, two frames.
+
+    A run that has a line in <out>/runs.jsonl is not trained again."""
     jobs = [(*run, args.steps, args.decay, args.texts, args.device) for run in runs]
-    results = list(in_processes(do_run, jobs, args.procs))
+    file = args.out / "runs.jsonl"
+    done = {tuple(line["job"]): line["result"] for line in finished_lines(file)}
+    missing = [job for job in jobs if job not in done]
+    for job, result in zip(missing, in_processes(do_run, missing, args.procs)):
+        done[job] = result
+        with file.open("a") as f:
+            f.write(json.dumps({"job": job, "result": result}) + "\n")
+    results = [done[job] for job in jobs]
     accuracies = pd.DataFrame([row for rows, _ in results for row in rows])
     return accuracies, pd.DataFrame([row for _, rows in results for row in rows])
 
@@ -239,6 +251,6 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("recall: stopped. Nothing is kept, because results are written at the end")
+        sys.exit("recall: stopped. The same command goes on after the last finished run")
     except (ValueError, OSError, ImportError) as e:
         sys.exit(f"recall: {e}")

@@ -340,3 +340,14 @@ def test_recall_from_training_to_the_page(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="share 3"):
         recall.main(["--seed=3", "--choose_on=3"])
     assert (tmp_path / "recall.png").stat().st_size > 10_000
+
+    # the same command trains nothing again, but for a run whose line was cut
+    file = tmp_path / "runs.jsonl"
+    n_runs = len(file.read_text().splitlines())
+    file.write_text(file.read_text()[:-20])
+    trained = []
+    do_run = recall.do_run
+    monkeypatch.setattr(recall, "do_run", lambda job: trained.append(job) or do_run(job))
+    recall.main([*flags, "--decay", f"--out={tmp_path}"])
+    assert len(trained) == 1
+    assert len(file.read_text().splitlines()) == n_runs
