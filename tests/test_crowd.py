@@ -252,7 +252,7 @@ def test_all_parts_run_stop_and_go_on(tmp_path, small, monkeypatch, capsys):
 def test_what_can_not_be_drawn_or_trained_is_refused(tmp_path, small):
     out = f"--out={tmp_path}"
     for verb, flag, says in [
-        ("figure", "--procs=1", "no runs in .*runs.jsonl yet"),
+        ("figure", "--procs=1", "no runs in .*runs.jsonl"),
         ("phase", "--pairs=32,31", "--pairs takes numbers from 32 on"),
     ]:
         with pytest.raises(ValueError, match=says):
