@@ -876,7 +876,7 @@ def draw_doses(df):
     draw_law(left)
     draw_dose(right, df)
     doses = df[df["arm"].isin(DOSES)].groupby("arm")["mean accuracy"].mean()
-    finding = "The larger λ, the larger the crowd that it withstands."
+    finding = "The larger λ, the larger a crowd it withstands."
     if len(doses):
         best = DOSES[doses.idxmax()].frozen_lambda
         finding += f" After training the highest mean is at {best:g}"
