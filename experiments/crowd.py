@@ -24,7 +24,7 @@ the place of c: it fails at m0 / (1 - lambda). A softmax map whose largest logit
 e^tau.
 
 What we predicted, committed before the runs, and what came (means over seeds 3 to 7, or 3 to 5 in
-items 12 and 13; a test has crowds of m = 0, N/8, N/4, N/2 and 3N/4, and accuracy is the mean over
+items 12 to 14; a test has crowds of m = 0, N/8, N/4, N/2 and 3N/4, and accuracy is the mean over
 them where no m is given; N = 32 where no other number is given):
 
 1.  The law, N = 64, untrained: the crowd at which half of the answers are wrong is 2.2 without a
@@ -32,9 +32,9 @@ them where no m is given; N = 32 where no other number is given):
     lambda = 1 it is never reached. Softmax capped at tau = 1, 2, 3: within a third of e^tau = 2.7,
     7.4, 20; minus the uniform map: never.
     - Yes with keys of standard deviation 3 (2.3, 2.8, 4.4, 9.1, 29, never) and for softmax (2.5,
-      6.6, 15, never). With keys of 1 it is 1.5 for lambda = 0, and then up to 32 % less
-      than 1.5 / (1 - lambda), since the second map also gives some weight to the right pair. The
-      law is (bump - lambda dip) / (1 - lambda): bump and dip are what the maps give to the right
+      6.6, 15, never). With keys of 1 it is 1.5 for lambda = 0, and then up to 32 % less than
+      1.5 / (1 - lambda), since the second map also gives some weight to the right pair. The law is
+      (bump - lambda dip) / (1 - lambda): bump and dip are what the maps give to the right
       pair, in units of what a wrong one gets.
 2.  Trained, N = 32, accuracy at m = 0, 8, 24: softmax and diff 0.99 or more at every m.
     - Yes: 1.000.
@@ -86,8 +86,8 @@ them where no m is given; N = 32 where no other number is given):
     - Softmax with 4 heads passes one half at tau = 0.75, 1.3, 2.35 for N = 32, 64, 128
       (interpolated between 0.5 and 1, 1 and 1.5, 2 and 3): within 0.35 of the line, and steeper.
       With 2 heads, as many as the difference has, it needs up to 0.15 more. The difference has
-      0.995 and more up to N = 64 at tau >= 1, and 0.82, 0.95, 0.995 at tau = 1, 1.5, 2 for N = 128. So
-      its border does depend on tau: 0.53 at tau = 0.5, where it has 1.00 and 0.97 for N = 32 and
+      0.995 and more up to N = 64 at tau >= 1, and 0.82, 0.95, 0.995 at tau = 1, 1.5, 2 for N = 128.
+      So its border does depend on tau: 0.53 at tau = 0.5, where it has 1.00 and 0.97 for N = 32 and
       64. Longer texts need more steps, see 14.
 13. The same with four times the steps, N = 128. When we predicted this, we knew two such runs of
     softmax with 4 heads (0.18 and 0.91 at tau = 1.5). It is
