@@ -835,7 +835,7 @@ def compile_failed(error):
     first_lines = str(error).split("\n\n")[0]
     return (
         f"torch.compile failed ({' '.join(first_lines.split())}). --no-compile does without it. "
-        f"If a run was killed while it compiled, what it left in {cache_dir()} may be damaged: "
+        f"If a run was stopped while it compiled, what it left in {cache_dir()} may be damaged: "
         "delete it"
     )
 

@@ -18,8 +18,7 @@ the rows without decay and one for those with it, which differ less by seed. If 
 difference are from different pools, it has Welch's interval. Of some sixty comparisons about three
 would be beyond their interval by chance if nothing had an effect. Other flags are train.py's.
 
-What we predicted before the runs of each item, and what came (nats per byte; items 4, 5 and 7 with
---choose_on=1 --seed=3,4,5):
+What we predicted before the runs of each item, and what came (nats per byte):
 
 1.  Two arms that differ in the difference of two maps alone are less than 0.02 nats apart.
     - Without the norm: yes with decay, in softmax and linear attention. Without decay not decided
