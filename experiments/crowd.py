@@ -519,8 +519,8 @@ class Runs:
         self.rows[Run(**{name: row[name] for name in names})] = row
 
     def finish(self, runs):
-        """Trains those of `runs` that are not in the file, and writes each when it has ended.
-        Returns how many there were."""
+        """Trains those of `runs` that are not in the file, and writes them in their order, each when
+        it has ended. Returns how many there were."""
         missing = [run for run in dict.fromkeys(runs) if run not in self.rows]
         for number, row in enumerate(in_processes(do_run, missing, self.procs), 1):
             with self.file.open("a") as f:

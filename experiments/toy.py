@@ -30,7 +30,7 @@ What we predicted before the runs of each item, and what came (nats per byte):
       0.04.
 3.  DIFF V2 gains 0.01 +- 0.008 over softmax if each has its own rate. (With the old init and one
     rate for both it had gained 0.033.)
-    - It gains 0.018 +- 0.010 with decay. Without decay, 0.015 +- 0.016, it is not told apart.
+    - It gains 0.018 +- 0.010 with decay. Without decay, 0.015 +- 0.016, it is at the limit.
 4.  Decay helps because it favours the nearest tokens. So one head of span 4, beside heads that
     never forget, is within 0.02 nats of decay. A token shift recovers 70 % of what decay brings to
     linear attention, and it gives softmax as much as decay. If it is forgetting that counts, the
@@ -55,9 +55,8 @@ What we predicted before the runs of each item, and what came (nats per byte):
     attention begins three to four times as large as the embedding that it is added to. So if the
     weight starts at 0.2, the norm costs diff less than 0.03 in the place of 0.06, and softmax with
     two heads less than 0.05 in the place of 0.10.
-    - Yes: 0.011 in diff and 0.006 in softmax (both +- 0.014). So most of the cost
-      was that start. What diff gains over softmax where both norms start at 1, see 6, is gone:
-      0.001 +- 0.014.
+    - Yes: 0.011 in diff and 0.006 in softmax (both +- 0.014). So most of the cost was that start.
+      What diff gains over softmax where both norms start at 1, see 6, is gone: 0.001 +- 0.014.
 """
 import numpy as np
 import pandas as pd
