@@ -82,6 +82,7 @@ class GPTConfig:
     subln: bool | None = None  # an RMSNorm on each head's output. None: only in differential arms
     subln_init: float = 1.0  # the initial weight of that norm
     lambda_init: float | None = None  # for the differential arms. None: the paper's formula
+    embd_init: float | None = None  # initial std of the embedding. None: as a matrix
 
     def __post_init__(self):
         if self.attn not in ATTENTION:
@@ -746,6 +747,8 @@ def draw_parameter(name, shape, config, seed):
         std = 0.1
     elif len(shape) == 1:  # the weight of a norm
         return torch.ones(shape)
+    elif kind == "wte" and config.embd_init is not None:
+        std = config.embd_init
     else:
         # what PyTorch gives nn.Linear. With 768 inputs it is GPT-2's 0.02. With 128 inputs 0.02
         # would be too small: the scores would start near 0, and every map flat

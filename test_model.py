@@ -435,6 +435,15 @@ def test_parameters_start_with_the_stated_spread():
     assert gpt2.wte.weight.std().item() == pytest.approx(0.02, rel=0.05)  # GPT-2's own
 
 
+def test_embd_init_scales_the_embedding_and_nothing_else():
+    plain = tiny_model("diff").state_dict()
+    large = tiny_model("diff", embd_init=0.5).state_dict()
+    assert large["wte.weight"].std().item() == pytest.approx(0.5, rel=0.05)
+    ratio = large["wte.weight"] / plain["wte.weight"]
+    assert torch.allclose(ratio, ratio[0, 0])
+    assert all(torch.equal(plain[name], large[name]) for name in plain if name != "wte.weight")
+
+
 @with_and_without_decay
 @each_arm
 def test_a_new_model_guesses_and_everything_in_it_learns(attn, decay):

@@ -117,6 +117,8 @@ group.add_argument("--subln", action=switch,
 group.add_argument("--subln_init", type=number, help="initial weight of that norm (1)")
 group.add_argument("--lambda_init", type=number,
                    help="lambda_init of all layers (0.8 - 0.6 exp(-0.3 l) in layer l, from 0)")
+group.add_argument("--embd_init", type=positive_number,
+                   help="standard deviation of the embedding at the start (1 / sqrt(3 n_embd))")
 
 group = parser.add_argument_group("optimization")
 add(group, "--batch_size", positive_int,
@@ -176,6 +178,7 @@ class TrainConfig:
     subln: bool | None
     subln_init: float
     lambda_init: float | None
+    embd_init: float | None
     # the optimization
     batch_size: int
     total_batch: int

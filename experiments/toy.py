@@ -57,6 +57,9 @@ What we predicted before the runs of each item, and what came (nats per byte):
     two heads less than 0.05 in the place of 0.10.
     - Yes: 0.011 in diff and 0.006 in softmax (both +- 0.014). So most of the cost was that start.
       What diff gains over softmax where both norms start at 1, see 6, is gone: 0.001 +- 0.014.
+8.  What counts is how large the norm's output is beside the embedding. So with an embedding of
+    standard deviation 0.2, which is four times as large, the norm costs diff and softmax with two
+    heads less than 0.03 as well, though it starts at 1. Diff is then less than 0.03 from softmax.
 """
 import numpy as np
 import pandas as pd
@@ -169,6 +172,9 @@ def register():
     ATTENTION["diff_v2_plus_matched"] = PlusMatched
 
 
+# these also appear with an embedding four times as large
+ENLARGED = ["softmax", "softmax 2 heads", "softmax 2 heads norm", "diff", "diff no norm"]
+
 # they are compared with rows of the first part, whose runs they share
 CONTROLS = {
     "linear one short head": ["--attn=linear_one_short_head", "--decay"],
@@ -181,6 +187,8 @@ CONTROLS = {
     "softmax 2 heads small norm": [
         "--attn=softmax", "--n_head=2", "--subln", "--subln_init=0.2", "--no-decay"],
     "diff small norm": ["--attn=diff", "--subln_init=0.2", "--no-decay"],
+    **{f"{arm} large embedding": [*ARMS[arm], "--embd_init=0.2", "--no-decay"]
+       for arm in ENLARGED},
     "diff_v2 narrow minus matched": [
         "--attn=diff_v2_minus_matched", "--mlp_width={narrow}", "--no-decay"],
     "diff_v2 narrow plus matched": [
@@ -208,6 +216,13 @@ CONTROL_COMPARISONS = [
     ("the difference and its factor, norms start at 0.2",
      "diff small norm", "softmax 2 heads small norm"),
     ("Diff, its norm starts at 0.2", "diff small norm", "softmax"),
+    ("a norm, large embedding: 2 heads",
+     "softmax 2 heads norm large embedding", "softmax 2 heads large embedding"),
+    ("the norm of diff, large embedding", "diff large embedding", "diff no norm large embedding"),
+    ("the difference and its factor, large embedding",
+     "diff large embedding", "softmax 2 heads norm large embedding"),
+    ("Diff, large embedding", "diff large embedding", "softmax large embedding"),
+    ("a large embedding", "softmax large embedding", "softmax"),
     ("DIFF V2", "diff_v2 narrow", "softmax"),
     ("DIFF V2, rows sum to 1", "diff_v2 narrow minus matched", "softmax"),
     ("a plus, rows sum to 1", "diff_v2 narrow plus matched", "softmax"),
