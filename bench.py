@@ -437,26 +437,19 @@ def draw_timings(timings, facts, first):
     parts = timings["part"].unique()
     panels = len(parts) + (STATE in facts)
     figure, axes = report.new_figure(columns=panels, size=(6.5 * panels, 5))
-    findings = []
     for ax, part in zip(axes, parts):
         rounds = timings[timings["part"] == part]
         # only what is timed first: the forward part and the recomputing are in the table
         rounds = rounds[rounds["what"] == rounds["what"].iloc[0]]
         draw_speeds(ax, rounds)
-        ax.set_title(f"{part} (shaded: middle half of the rounds)")
         lengths = sorted({rounds["T"].min(), rounds["T"].max()})
-        winners = [f"{fastest(rounds, first, T)} at {T:,}" for T in lengths]
-        findings.append(f"{part}: {', '.join(winners)} tokens")
-    finding = f"Fastest in {'; in '.join(findings)}"
+        winners = [f"at {T:,} {fastest(rounds, first, T)}" for T in lengths]
+        ax.set_title(f"{part}. Fastest:\n{', '.join(winners)}")
+    title = "Tokens per second (shaded: the middle half of the rounds)"
     if STATE in facts:
-        facts = facts.dropna(subset=[STATE]).drop_duplicates(["arm", "T"])
-        draw_state(axes[-1], facts)
-        sizes = facts[facts["T"] == facts["T"].max()].set_index("arm")[STATE]
-        least = sizes[sizes == sizes.min()].index
-        finding += f". Smallest state at {facts['T'].max():,}: {' and '.join(least)}"
-        if first in sizes and first not in least:
-            finding += f", 1/{sizes[first] / sizes.min():.0f} of {first}'s"
-    report.add_title(figure, finding)
+        draw_state(axes[-1], facts.dropna(subset=[STATE]).drop_duplicates(["arm", "T"]), first)
+        title += ", and bytes of state"
+    report.add_title(figure, f"{title}, by length")
     return figure
 
 
@@ -471,10 +464,17 @@ def draw_speeds(ax, rounds):
     finish_by_length(ax, rounds["T"])
 
 
-def draw_state(ax, facts):
+def draw_state(ax, facts, first):
     """The bytes of a sequence's state over T."""
     report.line_plot(ax, facts, "T", STATE, by="arm")
-    ax.set(title="state: what is kept of the context of a sequence", ylabel="bytes")
+    longest = facts["T"].max()
+    sizes = facts[facts["T"] == longest].set_index("arm")[STATE]
+    least = sizes[sizes == sizes.min()].index
+    smallest = " and ".join(least)
+    if first in sizes and first not in least:
+        smallest += f" (1/{sizes[first] / sizes.min():.0f} of {first}'s)"
+    ax.set(title="state: what is kept of the context of a sequence.\n"
+                 f"Smallest: at {longest:,} {smallest}", ylabel="bytes")
     finish_by_length(ax, facts["T"])
 
 

@@ -60,6 +60,8 @@ def table_6(runs):
 
 def figure_label(row):
     """The row's name beginning with its arm, so that it gets the arm's colour."""
+    if row == "Diff":
+        return "diff, λ_init as in the paper"
     if row.startswith("Diff"):
         return row.replace("Diff", "diff")
     return f"softmax ({row})"

@@ -383,12 +383,12 @@ def draw_context(df):
     report.line_plot(ax, df, "context", "cost", by="arm", seed="seed")
     label_powers(ax, df["context"])
     ax.axhline(0, color="#777777", linewidth=1)
-    ax.set(xlabel="how many of the last tokens a model sees",
+    ax.set(xlabel="how many of the last tokens a model sees (thin lines: single seeds)",
            ylabel="change of the loss, nats per token\n(below 0: better without older tokens)")
     report.label_ends(ax)
     means = df.groupby(["arm", "context"], sort=False)["cost"].mean().groupby("arm").min()
-    better = ", ".join(means.index[means < -0.01]) or "none"
-    report.add_title(figure, f"Improves when the older tokens are hidden: {better}")
+    better = ", ".join(means.index[means < -0.01]) or "no arm"
+    report.add_title(figure, f"Better when the older tokens are hidden: {better}")
     return figure
 
 

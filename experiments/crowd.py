@@ -829,8 +829,8 @@ def draw_accuracy(ax, df):
     report.line_plot(ax, pd.DataFrame(rows), "m", "accuracy", by="arm", seed="seed")
     steps = df["steps"].iloc[0]
     ax.set(title=f"Share of right answers after {steps:,} steps\n(thin lines: single seeds)")
-    ax.set(xlabel=f"size of the crowd, of {PICTURE_PAIRS} pairs.\n"
-                  "A larger one leaves fewer different values")
+    ax.set(xlabel=f"size of the crowd, of {PICTURE_PAIRS} pairs. To the right it is\n"
+                  "easier, because fewer values are different")
     ax.set(xticks=sizes, ylim=(0, 1.05))
     report.label_ends(ax)
 
@@ -891,7 +891,7 @@ def draw_doses(df):
     draw_law(left)
     draw_dose(right, df)
     doses = df[df["arm"].isin(DOSES)].groupby("arm")["mean accuracy"].mean()
-    finding = "The larger λ, the larger a crowd it withstands."
+    finding = "The larger λ, the larger a crowd the difference withstands."
     if len(doses):
         best = DOSES[doses.idxmax()].frozen_lambda
         finding += f" After training the highest mean is at {best:g}"
@@ -934,7 +934,8 @@ def draw_phase(df):
         note += ". orange: where softmax with 4 heads was predicted to have 0.5"
         for j, N in enumerate(lengths):
             height = np.interp(predicted_border(N), taus, range(len(taus)))
-            axes[0].plot([j - 0.5, j + 0.5], [height, height], color="#D55E00", linewidth=4)
+            axes[0].plot([j - 0.5, j + 0.5], [height, height], color="#D55E00", linewidth=4,
+                         solid_capstyle="butt")
     figure.supxlabel(note, fontsize=report.LOOK["font.size"])
     report.add_title(figure, f"Logits held below τ, {steps:,} steps: with a small τ softmax fails "
                              "on longer texts, the difference far less")

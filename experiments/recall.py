@@ -202,7 +202,8 @@ def draw(df, decay):
     means = longest.groupby("attn")["accuracy"].mean().sort_values(ascending=False)
     ranks = ", ".join(f"{attn} {mean:.2f}" for attn, mean in means.items())
     mask = " with decay" if decay else ""
-    report.add_title(figure, f"A value among noise, found in {max(LENGTHS)} tokens{mask}: {ranks}")
+    report.add_title(figure, f"In texts {max(LENGTHS) // T_TRAIN} times as long as in "
+                             f"training{mask} they find: {ranks}")
     return figure
 
 

@@ -565,16 +565,16 @@ def test_decode_counts_the_bytes_of_the_state(tiny_toy):
     assert "step, × recompute" not in three[0]
 
 
-def test_the_title_names_every_part(tiny_toy, monkeypatch):
-    titles = []
-    # the title in the figure is broken into lines
-    monkeypatch.setattr(report, "add_title", lambda figure, title: titles.append(title))
+def test_each_panel_says_what_is_best_in_it(tiny_toy, monkeypatch):
+    figures = []
+    monkeypatch.setattr(report, "add_title", lambda figure, title: figures.append(figure))
     flags = ["--device=cpu", "--repeats=1", "--T=16", "--arms=softmax", "--num_samples=1,2,3"]
     measured("decode", *flags)
     sequences = ["one sequence", "2 sequences at once", "3 sequences at once"]
-    findings = [f"sampling {of}: softmax at 16 tokens" for of in sequences]
-    fastest = f"Fastest in {'; in '.join(findings)}"
-    assert titles == [f"{fastest}. Smallest state at 16: softmax"]
+    expected = [f"sampling {of}. Fastest:\nat 16 softmax" for of in sequences]
+    state = "state: what is kept of the context of a sequence.\nSmallest: at 16 softmax"
+    titles = [ax.get_title(loc="left") for ax in figures[0].axes]
+    assert titles == [*expected, state]
 
 
 @pytest.mark.parametrize(
