@@ -330,12 +330,16 @@ def test_recall_from_training_to_the_page(tmp_path, monkeypatch):
     assert ["with decay" in title for title in titles] == [False, True]
     published = json.loads((tmp_path / "recall.json").read_text())
     runs = {(row["attn"], row["seed"], row["lr"]) for row in published["runs"]}
-    trials = set(itertools.product(recall.ATTENTION, [1], [1e-3, 3e-3]))
+    trials = set(itertools.product(recall.ATTENTION, [1], [1e-3, 3e-3, 1e-2]))
     assert trials < runs
-    # each arm at one rate
     reported = {(attn, seed) for attn, seed, _ in runs - trials}
     assert reported == set(itertools.product(recall.ATTENTION, [3, 4]))
     assert len(runs - trials) == len(reported)
+    # each arm at the rate with the lowest loss on the seed that chose
+    df = pd.DataFrame(published["runs"])
+    losses = df[(df["by"] == "pairs") & (df["seed"] == 1)].groupby(["attn", "lr"])["loss"].mean()
+    best = {(attn, losses[attn].idxmin()) for attn in recall.ATTENTION}
+    assert {(attn, lr) for attn, _, lr in runs - trials} == best
     assert "The seeds that chose: 1" in (tmp_path / "recall.md").read_text()
     with pytest.raises(ValueError, match="share 3"):
         recall.main(["--seed=3", "--choose_on=3"])
