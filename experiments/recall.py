@@ -218,8 +218,8 @@ def main(argv=None):
     p.add_argument("--seed", type=seeds, default=[3, 4, 5], help="seeds that are reported (3,4,5)")
     p.add_argument("--choose_on", type=seeds, default=[1, 2],
                    help="seeds on which rates are chosen (1,2)")
-    p.add_argument("--lr", type=comma_list(positive_number), default=[1e-3, 3e-3, 1e-2],
-                   help="peak rates. Each arm takes its best of these (1e-3,3e-3,1e-2)")
+    p.add_argument("--lr", type=comma_list(positive_number), default=[3e-3, 1e-2, 3e-2],
+                   help="peak rates. Each arm takes its best of these (3e-3,1e-2,3e-2)")
     p.add_argument("--steps", type=positive_int, default=1000, help="training steps of each (1000)")
     p.add_argument("--decay", action="store_true", help="masks that forget, in every arm")
     p.add_argument("--texts", type=positive_int, default=256, help="texts behind a figure (256)")
