@@ -1,7 +1,7 @@
 """
 Which attention finds what it needs among noise? Every arm learns it on texts made for it.
 
-    python -m experiments.recall            # four arms, 36 runs: 60 to 90 minutes of one core
+    python -m experiments.recall            # four arms, 44 runs: 60 to 90 minutes of one core
     python -m experiments.recall --decay    # the same with masks that forget
 
 A finished run is a line of <out>/runs.jsonl, so both can be stopped, and the same command goes on.
@@ -218,8 +218,8 @@ def main(argv=None):
     p.add_argument("--seed", type=seeds, default=[3, 4, 5], help="seeds that are reported (3,4,5)")
     p.add_argument("--choose_on", type=seeds, default=[1, 2],
                    help="seeds on which rates are chosen (1,2)")
-    p.add_argument("--lr", type=comma_list(positive_number), default=[3e-3, 1e-2, 3e-2],
-                   help="peak rates. Each arm takes its best of these (3e-3,1e-2,3e-2)")
+    p.add_argument("--lr", type=comma_list(positive_number), default=[1e-3, 3e-3, 1e-2, 3e-2],
+                   help="peak rates. Each arm takes its best one (1e-3,3e-3,1e-2,3e-2)")
     p.add_argument("--steps", type=positive_int, default=1000, help="training steps of each (1000)")
     p.add_argument("--decay", action="store_true", help="masks that forget, in every arm")
     p.add_argument("--texts", type=positive_int, default=256, help="texts behind a figure (256)")

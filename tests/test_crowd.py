@@ -330,7 +330,7 @@ def test_recall_from_training_to_the_page(tmp_path, monkeypatch):
     assert ["with decay" in title for title in titles] == [False, True]
     published = json.loads((tmp_path / "recall.json").read_text())
     runs = {(row["attn"], row["seed"], row["lr"]) for row in published["runs"]}
-    trials = set(itertools.product(recall.ATTENTION, [1], [3e-3, 1e-2, 3e-2]))
+    trials = set(itertools.product(recall.ATTENTION, [1], [1e-3, 3e-3, 1e-2, 3e-2]))
     assert trials < runs
     reported = {(attn, seed) for attn, seed, _ in runs - trials}
     assert reported == set(itertools.product(recall.ATTENTION, [3, 4]))
