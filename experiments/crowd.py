@@ -897,7 +897,7 @@ def draw_doses(df):
     finding = "The larger λ, the larger a crowd the difference withstands."
     if len(doses):
         best = DOSES[doses.idxmax()].frozen_lambda
-        finding += f" After training the highest mean is at {best:g}"
+        finding += f" Trained, the best mean is at {best:g}"
     report.add_title(figure, finding)
     return figure
 
