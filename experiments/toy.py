@@ -40,8 +40,8 @@ What we predicted before the runs of each item, and what came (nats per byte):
       decay 0.032, which is not told apart. So most of what linear attention lacks without decay is
       a look at the nearest tokens. Beside the shift decay still brings 0.171.
 5.  With rows that sum to 1, a plus in the place of the minus costs less than 0.01 nats.
-    - Not decided: the plus costs 0.004 +- 0.014. And with rows that sum to 1 DIFF V2 shows no
-      gain: its loss is 0.006 above softmax with the minus, and 0.010 with the plus (+- 0.014).
+    - Not decided: the plus costs 0.004 +- 0.016. And with rows that sum to 1 DIFF V2 shows no
+      gain: its loss is 0.006 above softmax with the minus, and 0.010 with the plus (+- 0.016).
 6.  The norm costs one map what it costs two: softmax with two heads 0.06, and linear attention
     with two heads 0.04 with decay. So where both have the norm, the difference alone is again less
     than 0.02 with decay and in softmax. Without decay the norm helps linear attention with two
@@ -55,12 +55,15 @@ What we predicted before the runs of each item, and what came (nats per byte):
     attention begins three to four times as large as the embedding that it is added to. So if the
     weight starts at 0.2, the norm costs diff less than 0.03 in the place of 0.06, and softmax with
     two heads less than 0.05 in the place of 0.10.
-    - Both numbers yes: 0.011 in diff and 0.006 in softmax (+- 0.014). So most of the cost was that
+    - Both numbers yes: 0.011 in diff and 0.006 in softmax (+- 0.016). So most of the cost was that
       start. Whether its size beside the embedding is the reason, see 8. What diff gains over
-      softmax where both norms start at 1, see 6, is gone: 0.001 +- 0.014.
+      softmax where both norms start at 1, see 6, is gone: 0.001 +- 0.016.
 8.  What counts is how large the norm's output is beside the embedding. So with an embedding of
     standard deviation 0.2, which is four times as large, the norm costs diff and softmax with two
     heads less than 0.03 as well, though it starts at 1. Diff is then less than 0.03 from softmax.
+    - Yes: it costs softmax 0.000 and diff -0.013 (+- 0.016), and diff has -0.001 against plain
+      softmax, where it had +0.062. But a large embedding costs softmax itself 0.074 +- 0.016. Not
+      predicted: where both have the norm, diff is better than softmax by 0.020 +- 0.016.
 """
 import numpy as np
 import pandas as pd
