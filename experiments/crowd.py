@@ -98,14 +98,14 @@ over them where no m is given; N = 32 where no other number is given):
     place of 2.35: it moves, and there is still one. The difference is above 0.99 at all three.
     - With 4 heads yes, but for the border: 0.03, 0.26 (0.09 to 0.51), 0.995 at tau = 1, 1.5, 2, so
       it is at 1.7 by interpolation. With 2 heads no at tau = 2: 0.03, 0.21, 0.61 (0.42 to 1.00).
-      The difference has 0.993, 0.999, 1.000. At tau = 1.5 the rate decides: 1e-3 was chosen on
+      The difference has 0.993, 0.999, 1.000. At tau = 1.5 rate and seed decide: 1e-3 was chosen on
       seeds 1 and 2, and seed 3 has 0.09 at that rate and 0.91 at 3e-3.
 14. A length that item 12 left out, N = 256, with 6,000 steps and --choose_on=1 --seed=3,4,5. At
     tau = 2 softmax with 4 heads is below 0.3, with 2 heads below 0.2, and the difference above 0.9.
     At tau = 3 all three are above 0.8.
     - tau = 2: 0.26 (0.06 to 0.57) with 4 heads, but 0.53 (0.05 to 0.84) with 2 heads. The
       difference has 0.973 (0.928 to 0.997). tau = 3: 0.999 with 2 heads and for the difference.
-      With 4 heads two seeds have 0.99 and 1.00, and one has learned nothing (0.008).
+      With 4 heads two seeds have 0.99 and 1.00, and one next to nothing (0.008).
 15. N = 64 with four times the steps, 8,000. When we predicted this, we knew that with N = 32 and
     four times the steps linear with two heads and the norm is above 0.99 in four seeds of five.
     Here it is above 0.7 (0.52 with 2,000 steps), and diff_linear above 0.98.

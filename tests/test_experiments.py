@@ -363,7 +363,7 @@ def test_every_row_of_the_toy_is_another_model():
         (config,) = train.parse(own)
         config.vocab_size = 257
         configs[name] = config.model_config()
-    assert len({repr(config) for config in configs.values()}) == len(rows) == 22 + 11
+    assert len({repr(config) for config in configs.values()}) == len(rows) == 22 + 16
     for name, config in configs.items():
         assert config.decay == ("+ decay" in name or "short head" in name)
     # softmax has an MLP of width 336 here, and what second queries cost is 44 of it
