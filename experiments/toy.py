@@ -15,8 +15,9 @@ has second queries, which a narrower MLP pays for, so that it has the parameters
 By default each row has its own best rate, chosen on seeds 1 and 2, and is reported on seeds 3 to 7.
 The intervals are 95 % intervals of Student's t. There are two pooled standard deviations, one for
 the rows without decay and one for those with it, which differ less by seed. If the two rows of a
-difference are from different pools, it has Welch's interval. Of some sixty comparisons about three
-would be beyond their interval by chance if nothing had an effect. Other flags are train.py's.
+difference are from different pools, it has Welch's interval. Of some seventy comparisons three
+or four would be beyond their interval by chance if nothing had an effect. Other flags are
+train.py's.
 
 What we predicted before the runs of each item, and what came (nats per byte):
 
