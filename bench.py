@@ -437,19 +437,25 @@ def draw_timings(timings, facts, first):
     parts = timings["part"].unique()
     panels = len(parts) + (STATE in facts)
     figure, axes = report.new_figure(columns=panels, size=(6.5 * panels, 5))
+    best = {}  # by length: the arms that are fastest in one of the parts
     for ax, part in zip(axes, parts):
         rounds = timings[timings["part"] == part]
         # only what is timed first: the forward part and the recomputing are in the table
         rounds = rounds[rounds["what"] == rounds["what"].iloc[0]]
         draw_speeds(ax, rounds)
         lengths = sorted({rounds["T"].min(), rounds["T"].max()})
-        winners = [f"at {T:,} {fastest(rounds, first, T)}" for T in lengths]
-        ax.set_title(f"{part}. Fastest:\n{', '.join(winners)}")
-    title = "Tokens per second (shaded: the middle half of the rounds)"
+        winners = {T: fastest(rounds, first, T) for T in lengths}
+        words = ", ".join(f"at {T:,} {winner}" for T, winner in winners.items())
+        ax.set_title(f"{part}. Fastest:\n{words}")
+        for T, winner in winners.items():
+            arm = winner.partition(" (")[0]  # without how many times as fast it is
+            arms = best.setdefault(T, [])
+            if arm not in arms:
+                arms.append(arm)
     if STATE in facts:
         draw_state(axes[-1], facts.dropna(subset=[STATE]).drop_duplicates(["arm", "T"]), first)
-        title += ", and bytes of state"
-    report.add_title(figure, f"{title}, by length")
+    words = ", ".join(f"at {T:,} tokens {' or '.join(arms)}" for T, arms in best.items())
+    report.add_title(figure, f"Fastest: {words}")
     return figure
 
 
@@ -460,7 +466,7 @@ def draw_speeds(ax, rounds):
     lines["low"] = groups.quantile(0.25)
     lines["high"] = groups.quantile(0.75)
     report.line_plot(ax, lines.reset_index(), "T", "tokens/s", by="arm", band=("low", "high"))
-    ax.set(ylabel="tokens per second")
+    ax.set(ylabel="tokens per second\n(shaded: the middle half of the rounds)")
     finish_by_length(ax, rounds["T"])
 
 

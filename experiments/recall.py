@@ -202,12 +202,17 @@ def draw(df, decay):
     ax.set_xticks(LENGTHS, [str(T) for T in LENGTHS])
     ax.set_xticks([], minor=True)
     report.label_ends(ax)
+    for (attn, _), run in by_length[by_length["x"] == T_TRAIN].groupby(["attn", "seed"]):
+        right = run["accuracy"].item()
+        if right < 0.9:
+            ax.text(T_TRAIN, right, f"  a seed of {attn} that has\n  learned the task only in part",
+                    color=report.STYLE[attn]["color"])
     longest = by_length[by_length["x"] == max(LENGTHS)]
     means = longest.groupby("attn")["accuracy"].mean().sort_values(ascending=False)
     ranks = ", ".join(f"{attn} {mean:.2f}" for attn, mean in means.items())
     mask = " with decay" if decay else ""
-    report.add_title(figure, f"In texts {max(LENGTHS) // T_TRAIN} times as long as in "
-                             f"training{mask} they find: {ranks}")
+    report.add_title(figure, f"Beyond the length of the training{mask} all find less. "
+                             f"In {max(LENGTHS)} tokens: {ranks}")
     return figure
 
 
