@@ -447,8 +447,8 @@ def draw_timings(timings, facts, first):
         winners = {T: fastest(rounds, first, T) for T in lengths}
         words = ", ".join(f"at {T:,} {winner}" for T, winner in winners.items())
         ax.set_title(f"{part}. Fastest:\n{words}")
-        for T, winner in winners.items():
-            arm = winner.partition(" (")[0]  # without how many times as fast it is
+        for T in lengths:
+            arm = fastest_arm(rounds, T)
             arms = best.setdefault(T, [])
             if arm not in arms:
                 arms.append(arm)
@@ -494,11 +494,16 @@ def finish_by_length(ax, lengths):
     report.label_ends(ax)
 
 
+def fastest_arm(rounds, T):
+    """The arm with the largest median of tokens per second at T tokens."""
+    return rounds[rounds["T"] == T].groupby("arm")["tokens/s"].median().idxmax()
+
+
 def fastest(rounds, first, T):
     """In words: the fastest arm at T tokens, and how many times as fast as `first` it is."""
+    arm = fastest_arm(rounds, T)
     at_T = rounds[rounds["T"] == T]
     speeds = at_T.pivot(index="round", columns="arm", values="tokens/s")
-    arm = speeds.median().idxmax()
     # an arm that failed has no timings
     if arm == first or first not in speeds:
         return arm

@@ -566,15 +566,16 @@ def test_decode_counts_the_bytes_of_the_state(tiny_toy):
 
 
 def test_each_panel_says_what_is_best_in_it(tiny_toy, monkeypatch):
-    figures = []
-    monkeypatch.setattr(report, "add_title", lambda figure, title: figures.append(figure))
+    titled = []
+    monkeypatch.setattr(report, "add_title", lambda *found: titled.append(found))
     flags = ["--device=cpu", "--repeats=1", "--T=16", "--arms=softmax", "--num_samples=1,2,3"]
     measured("decode", *flags)
     sequences = ["one sequence", "2 sequences at once", "3 sequences at once"]
     expected = [f"sampling {of}. Fastest:\nat 16 softmax" for of in sequences]
     state = "state: what is kept of the context of a sequence.\nSmallest: at 16 softmax"
-    titles = [ax.get_title(loc="left") for ax in figures[0].axes]
-    assert titles == [*expected, state]
+    ((figure, title),) = titled
+    assert title == "Fastest: at 16 tokens softmax"
+    assert [ax.get_title(loc="left") for ax in figure.axes] == [*expected, state]
 
 
 @pytest.mark.parametrize(
