@@ -204,15 +204,15 @@ def draw(df, decay):
     report.label_ends(ax)
     for (attn, _), run in by_length[by_length["x"] == T_TRAIN].groupby(["attn", "seed"]):
         right = run["accuracy"].item()
-        if right < 0.9:
+        if right < 0.9:  # such a seed pulls the mean of its arm down
             ax.text(T_TRAIN, right, f"  a seed of {attn} that has\n  learned the task only in part",
                     color=report.STYLE[attn]["color"])
     longest = by_length[by_length["x"] == max(LENGTHS)]
     means = longest.groupby("attn")["accuracy"].mean().sort_values(ascending=False)
     ranks = ", ".join(f"{attn} {mean:.2f}" for attn, mean in means.items())
     mask = " with decay" if decay else ""
-    report.add_title(figure, f"Beyond the length of the training{mask} all find less. "
-                             f"In {max(LENGTHS)} tokens: {ranks}")
+    report.add_title(figure, f"Trained on texts of up to {T_TRAIN} tokens{mask}. "
+                             f"In {max(LENGTHS)} tokens they find: {ranks}")
     return figure
 
 
