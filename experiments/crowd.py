@@ -926,7 +926,9 @@ def draw_phase(df):
             few = "" if n == most else f" (n = {n})"
             ax.text(lengths.index(N), taus.index(tau) - 0.15, f"{accuracy:.2f}{few}", ha="center",
                     va="center", color="black" if accuracy > 0.6 else "white")
-        ax.set(title=title, xlabel="pairs in the text")
+        half = (table >= 0.5).to_numpy().sum()
+        ax.set(title=f"{title}:\n0.5 or more in {half} of {len(cells)} cells")
+        ax.set(xlabel="pairs in the text")
         ax.set_xticks(range(len(lengths)), lengths)
         ax.set_yticks(range(len(taus)), [f"{tau:g}" for tau in taus])
         ax.grid(False)
@@ -940,8 +942,7 @@ def draw_phase(df):
             axes[0].plot([j - 0.5, j + 0.5], [height, height], color="#D55E00", linewidth=4,
                          solid_capstyle="butt")
     figure.supxlabel(note, fontsize=report.LOOK["font.size"])
-    report.add_title(figure, f"Logits held below τ, {steps:,} steps: with a small τ softmax fails "
-                             "on longer texts, the difference far less")
+    report.add_title(figure, f"Share of right answers with logits held below τ, {steps:,} steps")
     return figure
 
 
