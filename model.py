@@ -82,7 +82,7 @@ class GPTConfig:
     subln: bool | None = None  # an RMSNorm on each head's output. None: only in differential arms
     subln_init: float = 1.0  # the initial weight of that norm
     lambda_init: float | None = None  # for the differential arms. None: the paper's formula
-    embd_init: float | None = None  # initial std of the embedding. None: as a matrix
+    embd_init: float | None = None  # initial std of the embedding. None: that of every matrix
 
     def __post_init__(self):
         if self.attn not in ATTENTION:
