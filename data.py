@@ -28,7 +28,9 @@ def count(text):
     try:
         number = int(text)  # keeps all digits of a long seed. A float would round it
     except ValueError:
-        number = float(text) if re.fullmatch(r"[0-9.]+(e\+?[0-9]+)?", text) else -1
+        number = float(text) if re.fullmatch(r"\d+(\.\d*)?(e\+?\d+)?", text) else -1
+    if not text.strip().isascii() or "_" in text:
+        number = -1
     if number < 0 or number == float("inf") or number != int(number):
         right = "a whole number from 0 on, like 12 or 1e9"
         raise argparse.ArgumentTypeError(f"{text!r} is not {right}")

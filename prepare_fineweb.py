@@ -73,12 +73,13 @@ def parse(argv):
 def open_source(args):
     """The source as a stream of rows with a column "text", and the list of the files behind it."""
     os.environ["USE_TORCH"] = "0"  # or datasets imports torch: 0.2 GB for nothing
-    from datasets import load_dataset_builder
+    from datasets import IterableDataset, load_dataset_builder
     from pyarrow.dataset import ParquetFragmentScanOptions
 
     if args.source.endswith(".txt"):
-        builder = load_dataset_builder("text", data_files=args.source, sample_by="document")
-    elif args.source.endswith(".parquet"):
+        dataset = IterableDataset.from_generator(read_txt, gen_kwargs={"path": args.source})
+        return dataset, [describe_file(args.source)]
+    if args.source.endswith(".parquet"):
         builder = load_dataset_builder("parquet", data_files=args.source)
     elif args.source.endswith((".jsonl", ".jsonl.gz")):
         builder = load_dataset_builder("json", data_files=args.source)
@@ -92,25 +93,26 @@ def open_source(args):
     dataset = builder.as_streaming_dataset("train")
     if "text" not in dataset.column_names:
         raise ValueError("there is no column text")
-    return dataset, list_files(args, builder)
-
-
-def list_files(args, builder):
-    """The files of the source: [path, bytes, time of the last change], the last two if local.
-
-    The path of a file on the hub has the commit in it. ValueError if the library took one kind of
-    file from a folder and left files of another kind.
-    """
-    files = []
-    for path in map(str, builder.config.data_files["train"]):
-        about = os.stat(path) if os.path.exists(path) else None
-        files.append([path, about and about.st_size, about and about.st_mtime_ns])
+    files = [describe_file(path) for path in builder.config.data_files["train"]]
     if os.path.isdir(args.source) and args.name is None:
+        # the library takes one kind of file from a folder, and is silent about the others
         taken = {os.path.realpath(path) for path, _, _ in files}
         for path in Path(args.source).rglob("*"):
             if path.name.endswith(TEXTS) and os.path.realpath(path) not in taken:
                 raise ValueError(f"{path} would be left out: keep one kind of file in a folder")
-    return files
+    return dataset, files
+
+
+def read_txt(path):
+    yield {"text": Path(path).read_bytes().decode()}  # read_text would change the ends of lines
+
+
+def describe_file(path):
+    """[path, bytes, time of the last change]. Of a file on the hub the path names the commit."""
+    if not os.path.exists(path):
+        return [str(path), None, None]
+    about = os.stat(path)
+    return [str(path), about.st_size, about.st_mtime_ns]
 
 
 # -----------------------------------------------------------------------------
@@ -136,6 +138,7 @@ def tokenize(dataset):
     rows = iter(dataset)
     pending = deque()
     threads = os.cpu_count()
+    get_tokenizer("gpt2")  # where there is no network, it fails here and says why
     # threads suffice, because tiktoken releases Python's lock while it works
     with ThreadPoolExecutor(threads, initializer=start_worker) as pool:
         while True:
@@ -188,6 +191,7 @@ def write_shards(args, manifest, dataset, bar):
         skip = manifest["written"]
     done = sum(shards.values())
     tokens = 0  # in the shard that is being written
+    has_text = False
     f = begin_shard(args.out / "shard.tmp")
     for state, documents in tokenize(dataset):
         for number, document in enumerate(documents):
@@ -195,6 +199,7 @@ def write_shards(args, manifest, dataset, bar):
                 continue
             f.write(document)
             tokens += len(document)
+            has_text = has_text or len(document) > 1  # more than <|endoftext|>
             bar.update(len(document))
             enough = args.tokens is not None and done + tokens >= args.tokens
             if enough or tokens >= (args.shard_tokens if shards else args.val_tokens):
@@ -213,6 +218,8 @@ def write_shards(args, manifest, dataset, bar):
         skip = 0
 
     # the source has ended
+    if not shards and not has_text:
+        raise ValueError("there is no text in it")
     if tokens > 0:
         name = shard_name(shards)
         end_shard(f, tokens, args.out / name)
@@ -220,8 +227,6 @@ def write_shards(args, manifest, dataset, bar):
     else:
         f.close()
         os.remove(f.name)
-    if not shards or read_shard(args.out / shard_name({})).min() == 50256:  # nothing but EOT
-        raise ValueError("there is no text in it")
     save_manifest(args.out, manifest | dict(finished=True))
 
 
