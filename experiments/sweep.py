@@ -12,8 +12,6 @@ import os
 import re
 from pathlib import Path
 
-import pandas as pd
-
 import train
 
 FURTHEST = 12  # so many factors from the first rate we stop looking: something else is wrong
@@ -68,8 +66,10 @@ def run_rows(rows, out, start, choose_on, seeds, publish=False):
     and leave out the rows that are not finished.
 
     The column `reported` tells the two kinds of runs apart. `loss` is the last val loss, inf if the
-    run diverged. The other columns are the settings in the head of the run's log.
+    run diverged, and `arm` is the name of the row. The other columns are the head of the run's log.
     """
+    import pandas as pd
+
     assert not set(choose_on) & set(seeds), "a run that chooses a rate must not be reported"
     found = []
     for name, flags in rows.items():
@@ -94,7 +94,7 @@ def run_rows(rows, out, start, choose_on, seeds, publish=False):
 
 
 def do_run(name, flags, rate, seed, out, publish):
-    """Trains one run, if it is not finished. A dict of its row, its loss and its settings."""
+    """Trains one run, if it is not finished. Its settings and its loss; its arm is the row's name."""
     slug = re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-")
     folder = Path(out) / f"{slug}-lr{rate:g}-seed{seed}"
     log = folder / "log.jsonl"
@@ -111,7 +111,7 @@ def do_run(name, flags, rate, seed, out, publish):
         flags = [*flags.split(), f"--lr={rate!r}", f"--seed={seed}", f"--out={folder}"]
         loss = train.main(flags)[0]
         head, _ = train.read_log(log)
-    return head | dict(row=name, folder=str(folder), loss=loss)
+    return head | dict(arm=name, folder=str(folder), loss=loss)
 
 
 class Cache:
