@@ -267,5 +267,7 @@ def lines(ax, table, x, y, by="arm", each=None, low=None, high=None):
         if low is not None:
             ax.fill_between(group[x], group[low], group[high], color=style["color"], alpha=0.15,
                             linewidth=0)
-        mean = group.groupby(x)[y].mean()
+        at_x = group.groupby(x)[y]
+        # where a run is missing, the mean of the others would make a step that no run has
+        mean = at_x.mean()[at_x.count() == at_x.count().max()]
         ax.plot(mean.index, mean, linewidth=2, label=str(label), markersize=5, **style)
