@@ -358,8 +358,16 @@ def rates_table(runs, order):
     return table.rename(columns="{:g}".format).reset_index()
 
 
+def numbers(values):
+    return ", ".join(map(str, values))
+
+
 def publish(name, table, runs, out):
     """Tables, figure and data of the finished rows: <out>/<name>.md, .png and .json."""
+    for what in ("data_sha256", "dtype", "tokens"):
+        if runs[what].nunique() > 1:
+            raise ValueError(f"the runs in {out} differ in {what}, so they are not compared: "
+                             "choose another --out")
     reported = runs[runs["reported"]]
     choosing = runs[~runs["reported"]]
     head = runs.iloc[0]
@@ -377,9 +385,9 @@ def publish(name, table, runs, out):
         "precision": head["dtype"],
         "data": head["data"],
         "length": f"{head['steps']:,} steps of {head['total_batch']:,} tokens",
-        "seeds": f"{table.seeds} reported, {table.choose_on} chose the rates",
+        "seeds": f"{numbers(table.seeds)} reported, {numbers(table.choose_on)} chose the rates",
         "±": "half of a 95 % interval: Student's t for a mean, Welch's for a difference",
-        "commit of the runs": ", ".join(sorted(set(map(str, runs["commit"])))),
+        "commit of the runs": numbers(sorted(set(map(str, runs["commit"])))),
     }
     figure, (ax,) = report.new_figure(width=9, height=2 + 0.45 * len(losses))
     report.dots(ax, reported, report.means(reported))
