@@ -3,49 +3,44 @@ Text from a checkpoint, printed while it is made.
 
 $ python sample.py --prompt "Once upon a time"
 """
-import argparse
 import codecs
 import os
 import sys
 import time
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
 
-from data import EOT, get_tokenizer
-from flags import int_from_0, number, number_from_0, positive_int
-from model import GPT, open_device, pick_kernel, round_to_bf16
+from data import EOT, count, get_tokenizer
+from model import GPT, pick_device, pick_dtype, round_to_bf16
+from train import cli, flag, parse_flags
 
-parser = argparse.ArgumentParser(
-    prog="sample.py",
-    usage="%(prog)s [--flag=value ...]    (--help lists the flags)",
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,
-)
-# what to say
-parser.add_argument("--prompt", default="",
-                    help=f"the text to continue (none: {EOT}, with which each document starts)")
-parser.add_argument("--ckpt", type=Path,
-                    help="checkpoint, or the folder of a run (the newest one under out/)")
-parser.add_argument("--num_samples", type=positive_int, default=1,
-                    help="continuations, made together as one batch (1)")
-parser.add_argument("--max_new_tokens", type=positive_int, default=500,
-                    help="most tokens of a continuation (500)")
-# how to choose among the likely tokens
-parser.add_argument("--temperature", type=number_from_0, default=0.8,
-                    help="below 1 is safer, 0 always takes the likeliest token (0.8)")
-parser.add_argument("--top_k", type=positive_int, help="only among the k likeliest tokens (all)")
-parser.add_argument("--top_p", type=number,
-                    help="only among the likeliest tokens that together reach probability p (all)")
-parser.add_argument("--seed", type=int_from_0, default=1337,
-                    help="seed of the random choices (1337)")
-# the machine
-parser.add_argument("--device", help="cuda, cuda:1, cpu or mps (cuda where there is one, else cpu)")
-parser.add_argument("--dtype", choices=["float32", "bfloat16"],
-                    help="precision of the matmuls (bfloat16 where the card has it, else float32)")
-parser.add_argument("--compile", action=argparse.BooleanOptionalAction,
-                    help="torch.compile a step (on cuda)")
+
+@dataclass
+class Config:
+    """What to say, how, and on which machine. Each field is a flag."""
+
+    prompt: str = flag("", f"the text to continue (none: {EOT}, with which each document starts)")
+    ckpt: Path | None = flag(None, "checkpoint, or the folder of a run (the newest one under out/)")
+    num_samples: int = flag(1, "continuations, made together as one batch")
+    max_new_tokens: int = flag(500, "most tokens of a continuation")
+    # how to choose among the likely tokens
+    temperature: float = flag(0.8, "below 1 is safer, 0 always takes the likeliest token")
+    top_k: int | None = flag(None, "choose among the k likeliest tokens only (all)")
+    top_p: float | None = flag(
+        None, "only among the likeliest tokens that together reach probability p (all)"
+    )
+    seed: int = flag(1337, "of the random choices", type=count)
+    # the machine
+    device: str | None = flag(None, "cuda, cuda:1, cpu or mps (cuda where there is one, else cpu)")
+    dtype: str | None = flag(
+        None,
+        "precision of the matmuls (bfloat16 where the card has it, else float32)",
+        choices=["float32", "bfloat16"],
+    )
+    compile: bool | None = flag(None, "torch.compile a step (on cuda)")
 
 
 def find_checkpoint(path):
@@ -53,24 +48,23 @@ def find_checkpoint(path):
     if path is None:
         checkpoints = sorted(Path("out").rglob("ckpt.pt"), key=os.path.getmtime)
         if not checkpoints:
-            raise ValueError(
-                "no checkpoint under out/: `python train.py --attn=diff` makes one, or name one "
-                "with --ckpt"
-            )
+            raise ValueError("no checkpoint under out/: python train.py --attn=diff makes one")
         return checkpoints[-1]
     if path.is_dir():
         path = path / "ckpt.pt"
     if not path.exists():
-        raise ValueError(f"--ckpt={path}: no checkpoint there, `python train.py` makes some")
+        raise ValueError(f"--ckpt={path}: no checkpoint there, python train.py makes some")
     return path
 
 
-def load_model(path, device, bf16):
+def load_model(path, device, dtype):
     """The model of a checkpoint, made ready to generate."""
-    model = GPT.load(path, device)
-    pick_kernel(model, "auto", torch.bfloat16 if bf16 else torch.float32)
-    if bf16:
-        round_to_bf16(model)  # once. autocast alone would do it again for each token
+    try:
+        model = GPT.load(path, device)
+    except ValueError as e:  # it may hold an arm that only another file knows
+        raise ValueError(f"{e}. --ckpt=... names another checkpoint") from None
+    if dtype == "bfloat16":
+        round_to_bf16(model)  # once. Autocast alone would do it again for each token
     if device.type == "cpu" and sum(p.numel() for p in model.parameters()) < 10e6:
         torch.set_num_threads(1)  # the matmuls of one token are too short to be shared
     return model
@@ -82,24 +76,24 @@ def print_samples(steps, enc, prompt, num_samples):
     steps yields the next token of every sample. Returns how many tokens that were, and the seconds
     to the first and to the last one.
     """
-    # a token may end within a character. such a decoder keeps the first half back until the other
+    # a token may end within a character. Such a decoder keeps the first half back until the other
     # half comes
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(num_samples)]
     texts = [""] * num_samples
     ended = [False] * num_samples
-    count = 0
+    made = 0
     first = None
     start = time.time()
     print(prompt, end="", flush=True)
     for tokens in steps:
-        tokens = tokens.tolist()  # waits for the device. only then the clock is right
+        tokens = tokens.tolist()  # waits for the device. Only then the clock is right
         if first is None:
             first = time.time() - start
         for i, token in enumerate(tokens):
             if token == enc.eot_token:
                 ended[i] = True  # the next tokens would be another document's
             if not ended[i]:
-                count += 1
+                made += 1
                 new = decoders[i].decode(enc.decode_single_token_bytes(token))
                 texts[i] += new
                 if i == 0:
@@ -111,49 +105,37 @@ def print_samples(steps, enc, prompt, num_samples):
     for i in range(1, num_samples):
         rest = decoders[i].decode(b"", final=True)
         print(f"\n--- sample {i + 1}\n{prompt}{texts[i]}{rest}")
-    return count, first, seconds
+    return made, first, seconds
 
 
 def main(argv=None):
     """Prints the samples. Raises ValueError and OSError for errors that a user can mend."""
-    args = parser.parse_args(argv)
-    device = open_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    on_cuda = device.type == "cuda"
-    bf16 = args.dtype == "bfloat16"
-    if args.dtype is None:  # older cards than Ampere only emulate bf16
-        bf16 = on_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-    path = find_checkpoint(args.ckpt)
-    model = load_model(path, device, bf16)
+    config = Config(**parse_flags(Config, argv, __doc__))
+    device = pick_device(config.device)
+    dtype = pick_dtype(device, config.dtype)
+    path = find_checkpoint(config.ckpt)
+    model = load_model(path, device, dtype)
     enc = get_tokenizer(model.extra.get("tokenizer"))
 
-    prompt = enc.encode(args.prompt, allowed_special={EOT}) or [enc.eot_token]
-    idx = torch.tensor([prompt], device=device).repeat(args.num_samples, 1)
-    # a step reads the whole cache, so it should not be larger than the text will be
-    for block in model.blocks:
-        block.attn.room = min(model.config.block_size, len(prompt) + args.max_new_tokens)
-    choose = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
-    choose["generator"] = torch.Generator(device).manual_seed(args.seed)
-    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-        step = None
-        if args.compile or (args.compile is None and on_cuda):
-            # a step is small, so most of its time is spent on launches. a CUDA graph needs only one
+    prompt = enc.encode(config.prompt, allowed_special={EOT}) or [enc.eot_token]
+    idx = torch.tensor([prompt], device=device).repeat(config.num_samples, 1)
+    choose = dict(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
+    choose["generator"] = torch.Generator(device).manual_seed(config.seed)
+    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+        step = model.step
+        if config.compile or (config.compile is None and device.type == "cuda"):
+            # a step is small, so most of its time is spent on launches. A CUDA graph needs only one
             step = torch.compile(model.step, mode="reduce-overhead", fullgraph=True)
-            # compile now, not while somebody waits. greedy, so that the generator stays untouched
-            list(model.generate(idx, 4, temperature=0, step=step))
-        steps = model.generate(idx, args.max_new_tokens, step=step, **choose)
+            # compile now, not while somebody waits, with a cache of the same size. Greedy, so that
+            # the generator stays untouched
+            warmup = model.generate(idx, config.max_new_tokens, temperature=0, step=step)
+            list(islice(warmup, 4))
+        steps = model.generate(idx, config.max_new_tokens, step=step, **choose)
         print(f"{path}: {model.config.attn}, step {model.extra.get('step')}", file=sys.stderr)
-        count, first, seconds = print_samples(steps, enc, args.prompt, args.num_samples)
-    rate = f"{count} tokens in {seconds:.2f} s: {count / seconds:,.0f} tokens/s"
+        made, first, seconds = print_samples(steps, enc, config.prompt, config.num_samples)
+    rate = f"{made} tokens in {seconds:.2f} s: {made / seconds:,.0f} tokens/s"
     print(f"{rate}, first after {first:.3f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a console of Windows may lack a character
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)  # what a shell expects after Ctrl-C
-    except (ValueError, OSError) as e:
-        sys.exit(f"sample.py: {e}")
-    except torch._dynamo.exc.TorchDynamoException as e:
-        sys.exit(f"sample.py: torch.compile failed, --no-compile does without it. It says: {e}")
+    cli(main)

@@ -1,322 +1,343 @@
 """
 Trains one GPT, or several in turn, and writes out/<run>/ckpt.pt and out/<run>/log.jsonl.
-The four kinds of attention are called arms.
+The kinds of attention are called arms.
 
-On a laptop, without data and without a network (minutes on two CPU cores):
+On a laptop, without data and without a network (some minutes on one CPU core):
 $ python train.py --attn=diff
 
-The four arms with three seeds each, one run after the other:
+Four arms with three seeds each, one run after the other:
 $ python train.py --attn=softmax,diff,linear,diff_linear --seed=1,2,3
 
 On one machine with eight GPUs:
 $ torchrun --standalone --nproc_per_node=8 train.py --attn=diff
 
-Stop it whenever you like, with Ctrl-C or kill -9. The same command resumes where it stopped, and
-on a CPU it ends in the same bits as if nothing had happened. (A GPU may add up in another order.)
-That works because the batch of a step is a pure function of (data, seed, step, rank, number of
-processes): there is no data loader whose state we would have to save. It also means that all arms
-see the same tokens in the same order.
+Stop it whenever you like, with Ctrl-C or kill -9. The same command goes on from the last
+checkpoint, and on a CPU it ends in the same bits as if nothing had happened. (A GPU may add up in
+another order.) That works because the batch of a step is a pure function of (data, seed, step,
+rank, number of processes): there is no data loader whose state we would have to save. It also means
+that all arms see the same tokens in the same order.
 """
 import argparse
 import json
 import math
 import os
 import platform
-import signal
+import re
+import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from types import NoneType
+from typing import NamedTuple, get_args
 
 import numpy as np
 import tiktoken
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from filelock import FileLock, Timeout
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from data import SHARDS, Shards, get_tokenizer, load_data, lock
-from flags import comma_list, int_from_0, number, number_from_0, positive_int, positive_number
-from model import ATTENTION, GPT, KERNELS, GPTConfig, Softmax, open_device, pick_kernel, upcast
-from report import device_name
+from data import SHARDS, Shards, count, get_tokenizer, load_data
+from model import ATTENTION, GPT, GPTConfig, Softmax, pick_device, pick_dtype, upcast
 
 PROMPT = "Once upon a time"  # what a sample at each evaluation starts with
 
-# bf16 FLOP/s without sparsity, from NVIDIA's data sheets. the first entry whose name is part of the
-# card's name counts, so "H100 PCIe" stands before "H100"
-PEAK = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
+# bf16 FLOP/s without sparsity, from NVIDIA's data sheets
+PEAK = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 # -----------------------------------------------------------------------------
-# the flags. each has its values in the two presets, or its default in the help. a flag that is not
-# given is None until parse() fills it in
+# flags. Each program has a dataclass with all its settings, and each of its fields is a flag
 
-# toy takes a few minutes on two CPU cores, on text that every Python has. gpt2 has the size of
-# GPT-2 small and takes some hours of an H100. add() puts their settings here
-PRESETS = {"toy": {}, "gpt2": {}}
 
-parser = argparse.ArgumentParser(
-    prog="train.py",
-    usage="%(prog)s [--flag=value ...]    (--help lists the flags)",
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,  # a program that looks for --decay in a command must find it
-)
-switch = argparse.BooleanOptionalAction  # --name and --no-name
+def flag(default, help, **more):
+    """A field of such a dataclass. more: choices or type, as argparse knows them, or many=True
+    for a list like 1,2,3."""
+    return field(default=default, metadata=dict(help=help, **more))
+
+
+def positive(text):
+    value = count(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return value
+
+
+def number(text):
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    # float() also reads "inf" and "nan", which would pass for numbers
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on, like 0.5 or 1e-3")
+    return value
 
 
 def arm(text):
-    """The type of --attn. An arm from another file is in ATTENTION as well."""
-    if text not in ATTENTION:
+    if text not in ATTENTION:  # an arm from another file is in it as well
         raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(ATTENTION)}")
     return text
 
 
-def add(group, flag, type, help, toy=None, gpt2=None):
-    """Adds a flag whose default is the preset's, and says it in --help."""
-    defaults = []
-    for preset, value in [("toy", toy), ("gpt2", gpt2)]:
-        if value is not None:
-            PRESETS[preset][flag.removeprefix("--")] = value
-            defaults.append(f"{preset}: {value}")
-    group.add_argument(flag, type=type, help=f"{help} ({', '.join(defaults)})")
+def comma_list(of):
+    def parse_list(text):
+        return list(dict.fromkeys(of(part) for part in text.split(",")))
+
+    return parse_list
 
 
-group = parser.add_argument_group("what is trained, on what")
-group.add_argument("--attn", type=comma_list(arm),
-                   help=f"one or a list of {', '.join(ATTENTION)} (softmax)")
-group.add_argument("--preset", choices=PRESETS,
-                   help="defaults of the flags (gpt2 where there are shards and CUDA, else toy)")
-group.add_argument("--data", type=Path,
-                   help=f"folder of shards or text file (gpt2: {SHARDS}, toy: Python's manual)")
-group.add_argument("--out", type=Path,
-                   help="folder of the run, or with several runs the folder that holds theirs "
-                        "(out/<attn>-<model and optimizer settings that differ from the preset>)")
-group.add_argument("--restart", action="store_true", help="discard the run there and start over")
+def parse_flags(cls, argv=None, description=None, presets={}):
+    """The flags that a command line gives, as a dict. cls(**parse_flags(cls)) has the others' too.
 
-group = parser.add_argument_group("model")  # what has no default here has GPTConfig's
-add(group, "--n_layer", positive_int, "blocks", toy=4, gpt2=12)
-add(group, "--n_head", positive_int,
-    "heads of queries and keys; the differential arms have half as many of values",
-    toy=4, gpt2=12)
-add(group, "--n_embd", positive_int, "channels", toy=128, gpt2=768)
-add(group, "--block_size", positive_int, "tokens per sequence", toy=256, gpt2=1024)
-group.add_argument("--mlp_width", type=positive_int, help="channels in the MLP (8/3 n_embd)")
-group.add_argument("--rope_theta", type=number_from_0,
-                   help="base of the rotary embedding's angles, 0 for no such embedding (10000)")
-group.add_argument("--flash", action=switch, help="attention in its fast form, or as a map (fast)")
-group.add_argument("--kernel", choices=["auto", *KERNELS], default="auto",
-                   help="the kernel of the fast form of softmax and diff (auto); linear arms in "
-                        "the same list of --attn ignore it")
-group.add_argument("--decay", action=switch, help="heads forget, each at a rate of its own (off)")
-group.add_argument("--subln", action=switch,
-                   help="RMSNorm on the output of each head (on in the differential arms only)")
-group.add_argument("--subln_init", type=number, help="initial weight of that norm (1)")
-group.add_argument("--lambda_init", type=number,
-                   help="lambda_init of all layers (0.8 - 0.6 exp(-0.3 l) in layer l, from 0)")
-group.add_argument("--embd_init", type=positive_number,
-                   help="standard deviation of the embedding at the start (1 / sqrt(3 n_embd))")
+    cls is a dataclass with a flag() in each field. presets: {name: the defaults that differ}.
+    """
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [--flag=value ...]    (--help lists the flags)",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,  # a flag that is not given is not in the result
+        allow_abbrev=False,
+    )
+    types = {int: positive, float: number, str: str, Path: Path}
+    for f in fields(cls):
+        more = dict(f.metadata)
+        if "help" not in more:
+            continue  # not a flag
+        defaults = [] if f.default is None else [f"default: {f.default}"]
+        for name, preset in presets.items():
+            if f.name in preset:
+                defaults.append(f"{name}: {preset[f.name]}")
+        if defaults:
+            more["help"] += f" ({', '.join(defaults)})"
+        kind = (get_args(f.type) or [f.type])[0]  # int of "int | None"
+        if kind is bool:
+            more["action"] = argparse.BooleanOptionalAction
+        else:
+            more.setdefault("type", types.get(kind))
+        if more.pop("many", False):
+            more["type"] = comma_list(more["type"])
+        parser.add_argument(f"--{f.name}", **more)
+    return vars(parser.parse_args(argv))
 
-group = parser.add_argument_group("optimization")
-add(group, "--batch_size", positive_int,
-    "sequences per micro-step of one process, at most", toy=8, gpt2=32)
-add(group, "--total_batch", positive_int,
-    "tokens per step, of all processes together; in toy one micro-step",
-    toy=2048, gpt2=524_288)
-length = group.add_mutually_exclusive_group()
-add(length, "--steps", positive_int, "optimizer steps", toy=500)
-add(length, "--tokens", positive_int, "tokens, instead of steps", gpt2=2_800_000_000)
-add(group, "--lr", comma_list(positive_number),
-    "peak learning rate, one or a list", toy=2e-3, gpt2=1.5e-3)
-add(group, "--warmup", int_from_0,
-    "steps in which the rate rises, before it falls to 0", toy=50, gpt2=375)
-add(group, "--weight_decay", number_from_0,
-    "AdamW's weight decay, on matrices only", toy=0.1, gpt2=0.1)
-add(group, "--grad_clip", positive_number, "largest gradient norm", toy=1.0, gpt2=1.0)
-add(group, "--seed", comma_list(int_from_0),
-    "seed of the first weights and of the order of the data, one or a list", toy=1337, gpt2=1337)
 
-group = parser.add_argument_group("watching and saving")
-add(group, "--eval_every", positive_int, "steps between evaluations", toy=100, gpt2=250)
-add(group, "--eval_tokens", positive_int,
-    "val tokens per evaluation, at most as many as the run trains on",
-    toy=65_536, gpt2=10_485_760)
-add(group, "--log_every", positive_int, "steps between lines of the log", toy=20, gpt2=10)
-add(group, "--save_every", positive_int, "steps between checkpoints", toy=100, gpt2=250)
+def cli(main):
+    """Runs the main function of a program. An error that a user can mend ends in one line."""
+    program = Path(sys.argv[0]).name
+    try:
+        main()
+    except KeyboardInterrupt as e:
+        print(f"\n{program}: stopped. {e}", file=sys.stderr)
+        sys.exit(130)  # what a shell expects after Ctrl-C
+    except (ValueError, OSError) as e:
+        sys.exit(f"{program}: {e}")
+    except torch._dynamo.exc.TorchDynamoException as e:
+        reason = " ".join(str(e).split("\n\n")[0].split())
+        sys.exit(f"{program}: torch.compile failed, --no-compile does without it. It says: {reason}")
 
-group = parser.add_argument_group("machine")
-group.add_argument("--device", help="cuda, cuda:1, cpu or mps (cuda where there is one, else cpu)")
-group.add_argument("--dtype", choices=["float32", "bfloat16"],
-                   help="precision of the matmuls (bfloat16 where the card has it, else float32)")
-group.add_argument("--compile", action=switch, help="torch.compile the model (on cuda)")
+
+# -----------------------------------------------------------------------------
+# the settings of a run
 
 
 @dataclass
-class TrainConfig:
-    """All settings of one run, under the names of the flags. --help says what they do."""
+class Config:
+    """All settings of one run. Each is a flag, and the defaults are those of the preset toy."""
 
     # what is trained, on what
-    attn: str
-    preset: str
-    data: Path | None  # None: the manual that ships with Python
-    out: Path  # the folder of this run
-    restart: bool
+    attn: str = flag("softmax", f"one or a list of {', '.join(ATTENTION)}", type=arm, many=True)
+    preset: str = flag(
+        "toy",
+        "defaults of the flags. Without this flag it is gpt2 where there are shards and CUDA",
+        choices=["toy", "gpt2"],
+    )
+    data: Path | None = flag(None, "folder of shards, or text file (toy: Python's manual)")
+    out: Path | None = flag(
+        None,
+        "folder of the run, or with several runs the one that holds theirs "
+        "(out/<attn>-<settings that differ from the preset>)",
+    )
+    restart: bool = flag(False, "discard the run there and start over")
+
     # the model
-    n_layer: int
-    n_head: int
-    n_embd: int
-    block_size: int
-    vocab_size: int | None  # the tokenizer's, so it is not known before the data is open
-    mlp_width: int | None
-    rope_theta: float
-    flash: bool
-    kernel: str
-    decay: bool
-    subln: bool | None
-    subln_init: float
-    lambda_init: float | None
-    embd_init: float | None
+    n_layer: int = flag(4, "blocks")
+    n_head: int = flag(4, "heads of queries; diff and diff_linear have half as many of values")
+    n_embd: int = flag(128, "channels")
+    block_size: int = flag(256, "tokens per sequence")
+    vocab_size: int = 1  # no flag: it is the tokenizer's, see open_data
+    mlp_width: int | None = flag(None, "channels in the MLP (8/3 n_embd; less for diff_v2)")
+    rope_theta: float = flag(10000.0, "base of the rotary embedding's angles, 0 for none")
+    flash: bool = flag(True, "attention in its fast form, or else as a map")
+    kernel: str = flag("sdpa", "of softmax's fast form", choices=["sdpa", "flash_attn"])
+    subln: bool | None = flag(None, "RMSNorm on each head's output (in diff and diff_linear only)")
+    subln_init: float = flag(1.0, "initial weight of that norm")
+    lambda_init: float | None = flag(
+        None, "of all layers of diff and diff_linear (0.8 - 0.6 exp(-0.3 l) in layer l, from 0)"
+    )
+    decay: bool = flag(False, "heads forget, each at a rate of its own")
+    minus_average: bool = flag(False, "subtract lambda times the average map, with one map only")
+    embd_init: float | None = flag(
+        None, "standard deviation of the embedding at the start (1 / sqrt(3 n_embd))"
+    )
+
     # the optimization
-    batch_size: int
-    total_batch: int
-    steps: int
-    tokens: int
-    lr: float
-    warmup: int
-    weight_decay: float
-    grad_clip: float
-    seed: int
+    batch_size: int = flag(8, "sequences per micro-step of one process, at most")
+    total_batch: int | None = flag(None, "tokens per step (toy: batch_size x block_size)")
+    steps: int = flag(500, "optimizer steps, if there is no --tokens")
+    tokens: int | None = flag(None, "tokens to train on, in the place of --steps")
+    lr: float = flag(2e-3, "peak learning rate, one or a list", many=True)
+    warmup: int = flag(50, "steps in which the rate rises, before it falls to 0", type=count)
+    weight_decay: float = flag(0.1, "AdamW's weight decay, on matrices only")
+    grad_clip: float = flag(1.0, "largest gradient norm")
+    seed: int = flag(
+        1337, "of the first weights and the order of the data, one or a list", type=count, many=True
+    )
+
     # watching and saving
-    eval_every: int
-    eval_tokens: int
-    log_every: int
-    save_every: int
+    eval_every: int = flag(100, "steps between evaluations; each saves a checkpoint")
+    eval_tokens: int = flag(65_536, "val tokens, at most as many as the run trains on")
+    log_every: int = flag(20, "steps between lines of the log")
+
     # the machine
-    device: torch.device
-    dtype: str
-    compile: bool
-    rank: int  # the number of this process, from 0
-    world: int  # how many processes there are
+    device: torch.device = flag(None, "cuda, cuda:1, cpu or mps (cuda where there is one)", type=str)
+    dtype: str | None = flag(
+        None,
+        "precision of the matmuls (bfloat16 where the card has it, else float32)",
+        choices=["float32", "bfloat16"],
+    )
+    compile: bool | None = flag(None, "torch.compile the model (on cuda)")
+    rank: int = 0  # the number of this process, from 0. torchrun sets it, and the next one
+    world: int = 1  # how many processes there are
+
+    def __post_init__(self):
+        """Fills in what follows from the other settings. ValueError if they don't fit together."""
+        self.device = pick_device(self.device)
+        self.dtype = pick_dtype(self.device, self.dtype)
+        if self.compile is None:
+            self.compile = self.device.type == "cuda"
+
+        # each process gets the same number of whole sequences, in micro-steps of equal size
+        if self.total_batch is None:
+            self.total_batch = self.batch_size * self.block_size
+        least = self.block_size * self.world
+        if self.total_batch % least != 0:
+            why = "block_size x processes"
+            raise ValueError(f"--total_batch={self.total_batch} is no multiple of {least} ({why})")
+        self.batch_size = min(self.batch_size, self.total_batch // least)
+        while self.total_batch % (self.batch_size * least) != 0:
+            self.batch_size -= 1
+
+        if self.tokens is not None:
+            self.steps = math.ceil(self.tokens / self.total_batch)
+        self.tokens = self.steps * self.total_batch
+        self.drop_what_changes_nothing()
+
+    def drop_what_changes_nothing(self):
+        """Sets what has no effect in this arm to its default, so that one model has one name."""
+        config = self.model_config()
+        if not is_ours(self.attn):
+            return  # an arm from another file may do with its settings what it likes
+        with torch.device("meta"):  # a layer without values, to look at
+            layer = ATTENTION[self.attn](config, depth=0)
+        if self.subln == layer.subln_by_default:
+            self.subln = None
+        if layer.subln is None:
+            self.subln_init = 1.0
+        if not hasattr(layer, "lambda_q1"):
+            self.lambda_init = None
 
     def model_config(self):
-        return GPTConfig(**{name: getattr(self, name) for name in MODEL_FIELDS})
+        return GPTConfig(**{f.name: getattr(self, f.name) for f in fields(GPTConfig)})
 
 
-MODEL_FIELDS = [field.name for field in fields(GPTConfig)]
-OPTIMIZER_FIELDS = ["total_batch", "lr", "warmup", "weight_decay", "grad_clip", "seed"]
-# a run's identity: we refuse to resume in a folder whose run differs in one of these. flash is not
-# among them, because the map and the fast form compute the same function
-IDENTITY = [name for name in MODEL_FIELDS if name != "flash"] + OPTIMIZER_FIELDS
-IDENTITY += ["steps", "eval_tokens", "tokenizer", "data_sha256"]
-# a run may resume with other ones of these, which change its speed or its last digits. the log says
-# so, see resume_log
-MACHINE = ["device", "device_name", "dtype", "compile", "flash", "kernel", "batch_size", "world"]
-MACHINE += ["torch", "python"]
+# toy takes some minutes on a CPU core, on text that every Python has. gpt2 has the size of GPT-2
+# small and takes some hours of an H100
+PRESETS = {
+    "toy": {},
+    "gpt2": dict(
+        data=SHARDS,
+        n_layer=12,
+        n_head=12,
+        n_embd=768,
+        block_size=1024,
+        batch_size=32,
+        total_batch=524_288,
+        tokens=2_800_000_000,
+        lr=1.5e-3,
+        warmup=375,
+        eval_every=250,
+        eval_tokens=10_485_760,
+        log_every=10,
+    ),
+}
+
+# a run may go on with other ones of these, which change its speed or its last digits at most. All
+# other settings are its identity: we refuse to go on in the folder of another run
+MAY_DIFFER = {"preset", "data", "out", "restart", "batch_size", "eval_every", "log_every"}
+MAY_DIFFER |= {"flash", "kernel", "device", "compile", "rank", "world"}
+MAY_DIFFER |= {"device_name", "torch", "python", "date", "commit"}
+# and these are not in the name of its folder either
+UNNAMED = MAY_DIFFER | {"attn", "vocab_size", "steps", "tokens", "eval_tokens", "dtype"}
+
+
+def is_ours(attn):
+    """Whether an arm is one of model.py, and not one that another file put into ATTENTION."""
+    return ATTENTION[attn].__module__ == "model"
 
 
 def parse(argv=None):
-    """The runs that a command line asks for. ValueError for flags that do not fit together."""
-    flags = parser.parse_args(argv)
-    given = {name: value for name, value in vars(flags).items() if value is not None}
-    rank, world, device = find_process(flags.device)
-    cuda = device.type == "cuda"
+    """A Config for each run that a command line asks for. ValueError if flags do not fit."""
+    given = parse_flags(Config, argv, __doc__, PRESETS)
+    if "steps" in given and "tokens" in given:
+        raise ValueError("--steps and --tokens say the same thing: give one of them")
+    if "steps" in given:
+        given["tokens"] = None  # not the preset's
 
     # the real run where it can be made, else the toy
-    shards = any((flags.data or SHARDS).glob("*.bin"))
-    preset = flags.preset or ("gpt2" if shards and cuda else "toy")
-    defaults = asdict(GPTConfig()) | PRESETS[preset]
-    defaults["vocab_size"] = None  # it will be the tokenizer's
-    defaults["data"] = SHARDS if preset == "gpt2" else None  # None is Python's manual
-    # older cards than Ampere only emulate bf16
-    bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-    defaults["dtype"] = "bfloat16" if bf16 else "float32"
-    defaults["compile"] = cuda
-    settings = defaults | given | dict(preset=preset, rank=rank, world=world, device=device)
-    settings |= fit_sizes(settings, given)
-    return list_runs(settings, given, defaults)
+    if "preset" not in given:
+        shards = any(given.get("data", SHARDS).glob("*.bin"))
+        cuda = pick_device(given.get("device")).type == "cuda"
+        given["preset"] = "gpt2" if shards and cuda else "toy"
 
+    # torchrun sets these
+    given["rank"] = int(os.environ.get("RANK", 0))
+    given["world"] = int(os.environ.get("WORLD_SIZE", 1))
+    if given["world"] > 1 and torch.cuda.is_available():
+        given.setdefault("device", f"cuda:{os.environ['LOCAL_RANK']}")
 
-def find_process(name):
-    """(number of this process, how many there are, its device). torchrun sets the environment."""
-    rank = int(os.environ.get("RANK", 0))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if not 0 <= rank < world:
-        remedy = "torchrun sets both. If you don't use torchrun, unset them"
-        raise ValueError(f"RANK={rank} does not fit WORLD_SIZE={world}: {remedy}")
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    if world > 1 and name == "cuda":
-        name = f"cuda:{local_rank}"
-    device = open_device(name)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # what says "cuda" means this card from here on
-    return rank, world, device
-
-
-def fit_sizes(settings, given):
-    """The sizes of a micro-step, a step and the run, so that they divide one another."""
-    batch_size = settings["batch_size"]
-    total_batch = settings["total_batch"]
-    if settings["preset"] == "toy" and "total_batch" not in given:
-        total_batch = batch_size * settings["block_size"]
-
-    # each process gets the same number of whole sequences
-    least = settings["block_size"] * settings["world"]
-    if total_batch % least != 0:
-        why = "(--block_size x processes)"
-        raise ValueError(f"--total_batch={total_batch} is not a multiple of {least} {why}")
-    batch_size = min(batch_size, total_batch // least)
-    while total_batch % (batch_size * least) != 0:
-        batch_size -= 1
-
-    # a preset has steps or tokens. either flag replaces either of them
-    length = given if "steps" in given or "tokens" in given else settings
-    steps = length["steps"] if "steps" in length else math.ceil(length["tokens"] / total_batch)
-    tokens = steps * total_batch
-    return dict(batch_size=batch_size, total_batch=total_batch, steps=steps, tokens=tokens)
-
-
-def list_runs(settings, given, defaults):
-    """A TrainConfig for each seed, learning rate and arm."""
-    seeds = given.get("seed", [defaults["seed"]])
-    rates = given.get("lr", [defaults["lr"]])
-    arms = given.get("attn", [defaults["attn"]])
-    softmax_arms = [attn for attn in arms if issubclass(ATTENTION[attn], Softmax)]
-    several = len(seeds) * len(rates) * len(arms) > 1
-
+    lists = {name: given.pop(name) for name in ("seed", "lr", "attn") if name in given}
     configs = []
-    for seed, lr, attn in product(seeds, rates, arms):
-        run = settings | dict(seed=seed, lr=lr, attn=attn)
-        if several or "out" not in given:
-            run["out"] = given.get("out", Path("out")) / run_name(run, defaults)
-        if softmax_arms and attn not in softmax_arms:
-            run["kernel"] = "auto"  # linear arms have no kernel, but here the flag is not for them
-        # a short run has to get to its peak, too. it is done after the name was made, because the
-        # name is made of the settings that are not the defaults
-        run["warmup"] = min(run["warmup"], run["steps"] - 1)
-        configs.append(TrainConfig(**run))
+    for values in product(*lists.values()):
+        chosen = dict(zip(lists, values))
+        configs.append(Config(**(PRESETS[given["preset"]] | given | chosen)))
+    for config in configs:
+        if len(configs) > 1 or config.out is None:
+            config.out = (config.out or Path("out")) / run_name(config)
     return configs
 
 
-def run_name(run, defaults):
-    """The name of a run's folder: its arm, and what differs from the defaults."""
-    parts = [run["attn"]]
-    for name in MODEL_FIELDS + OPTIMIZER_FIELDS:
-        if name != "attn" and run[name] != defaults[name]:
-            parts.append(run_name_part(name, run[name]))
+def run_name(config, without=()):
+    """The arm, and each setting that differs from the preset: diff-nosubln-lr3e-3."""
+    defaults = {f.name: f.default for f in fields(Config)} | PRESETS[config.preset]
+    if defaults["total_batch"] is None:
+        defaults["total_batch"] = defaults["batch_size"] * defaults["block_size"]
+    parts = [config.attn]
+    for name, value in vars(config).items():
+        if name in UNNAMED or name in without or value == defaults[name]:
+            continue
+        if isinstance(value, bool):
+            parts.append(name if value else f"no{name}")
+        elif isinstance(value, float) and 0 < value < 0.01:
+            parts.append(name + np.format_float_scientific(value, trim="-", exp_digits=1))
+        else:
+            parts.append(name + repr(value).removesuffix(".0"))
     return "-".join(parts)
-
-
-def run_name_part(name, value):
-    """One part of a run's name, exact to the last digit: nosubln, lr3e-3, n_layer6."""
-    if isinstance(value, bool):
-        return name if value else f"no{name}"
-    if isinstance(value, float) and 0 < value < 0.01:
-        return name + np.format_float_scientific(value, trim="-", exp_digits=1)
-    return name + repr(value).removesuffix(".0")
 
 
 # -----------------------------------------------------------------------------
@@ -334,20 +355,12 @@ class Data(NamedTuple):
 
 def open_data(config):
     """The Data of a config. ValueError if there is not enough of it."""
-    train, val, tokenizer, what = load_data(config.data)
+    train, val, tokenizer, about = load_data(config.data)
     T = config.block_size
     if train.sequences(T) < config.total_batch // T or val.sequences(T) < 1:
         size = f"{train.tokens:,} + {val.tokens:,} tokens"
-        raise ValueError(f"{what['data']} is too short for a step and an evaluation: {size}")
-    about = what | dict(
-        tokenizer=tokenizer,
-        train_tokens=train.tokens,
-        val_tokens=val.tokens,
-        device_name=device_name(config.device),
-        torch=str(torch.__version__),
-        python=platform.python_version(),
-    )
-    return Data(train, val, get_tokenizer(tokenizer), about)
+        raise ValueError(f"{about['data']} is too short for a step and an evaluation: {size}")
+    return Data(train, val, get_tokenizer(tokenizer), about | dict(tokenizer=tokenizer))
 
 
 @lru_cache(maxsize=2)  # a batch may reach into the next epoch
@@ -392,12 +405,20 @@ def autocast(config):
     return torch.autocast(config.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
 
 
+def sequence_losses(model, tokens):
+    """The mean loss in nats of each sequence of tokens (B, T + 1), (B,)."""
+    logits = model.logits(model.read(tokens[:, :-1]))  # (B, T, vocab_size)
+    losses = [F.cross_entropy(upcast(a), b) for a, b in zip(logits, tokens[:, 1:])]
+    return torch.stack(losses)
+
+
 @torch.no_grad()
 def evaluate(model, val, config):
     """The mean loss in nats of the first sequences of val.
 
     They are the same ones for each arm, at each step, and with any number of processes.
     """
+    losses_of = torch.compile(sequence_losses) if config.compile else sequence_losses
     B = config.batch_size
     wanted = min(config.eval_tokens, config.tokens)  # a short run shouldn't spend its time here
     n = min(max(1, wanted // config.block_size), val.sequences(config.block_size))
@@ -406,20 +427,16 @@ def evaluate(model, val, config):
         # the last batch is filled up with the first sequences: a smaller one would be compiled anew
         tokens = load_sequences(val, [i % n for i in range(first, first + B)], config)
         with autocast(config):
-            logits, _ = model(tokens[:, :-1], tokens[:, 1:])
-        # the model's own loss is the mean of all of them, also of those that fill the batch up
-        for i in range(first, min(first + B, n)):
-            losses[i] = F.cross_entropy(upcast(logits[i - first]), tokens[i - first, 1:])
-        del logits  # the largest tensor here, and the next ones need the room
+            losses[first : first + B] = losses_of(model, tokens)[: n - first]
     if config.world > 1:
         dist.all_reduce(losses)  # each process left zeros for the sequences of the others
     return losses.cpu().double().mean().item()
 
 
 def get_lambdas(model):
-    """The lambda of each layer. None for the arms with one map."""
-    layers = [block.attn for block in model.blocks if hasattr(block.attn, "lambda_q1")]
-    return [layer.lambda_full().item() for layer in layers] or None
+    """The lambda of each layer. None for the arms without one, or with one for each token."""
+    lambdas = [block.attn.lambda_full() for block in model.blocks]
+    return None if lambdas[0] is None else [x.item() for x in lambdas]
 
 
 def sample_text(model, enc, config, max_new_tokens=40):
@@ -432,14 +449,15 @@ def sample_text(model, enc, config, max_new_tokens=40):
 
 
 # -----------------------------------------------------------------------------
-# optimization
+# a step
 
 
 def learning_rate(step, config):
     """The rate of update number step, from 0: linear up to lr, then linear down to 0."""
-    if step < config.warmup:
-        return config.lr * (step + 1) / config.warmup
-    return config.lr * (config.steps - step) / (config.steps - config.warmup)
+    warmup = min(config.warmup, config.steps - 1)  # a short run has to get to its peak, too
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    return config.lr * (config.steps - step) / (config.steps - warmup)
 
 
 def make_optimizer(model, lr, weight_decay):
@@ -466,7 +484,7 @@ def training_step(model, optimizer, train, config, step):
     loss_sum = torch.zeros((), device=config.device)
     for micro_step in range(micro_steps):
         if config.world > 1:
-            # the processes have to average their gradients only once, in the last micro-step. the
+            # the processes have to average their gradients only once, in the last micro-step. The
             # official way is a no_sync() context around the others, and this is all that it does
             model.require_backward_grad_sync = micro_step == micro_steps - 1
         tokens = batch(train, config, step, micro_step)
@@ -479,39 +497,8 @@ def training_step(model, optimizer, train, config, step):
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    # both are still tensors. to make numbers of them we would have to wait for the GPU
+    # both are still tensors. To make numbers of them we would have to wait for the GPU
     return loss_sum / micro_steps, grad_norm
-
-
-def count_flops(config):
-    """FLOPs of the forward and backward pass of one token in a full sequence.
-
-    PyTorch counts those of all matmuls, while a copy of the model without weights runs once. The
-    usual formula, 6N + 12LCT for N parameters and L layers, holds for softmax attention only. Like
-    that formula we count the masked half of a map as work.
-    """
-    model = GPT(config.model_config(), seed=None)
-    for block in model.blocks:
-        block.attn.kernel = "efficient"  # the one that pads nothing: zeros are no useful work
-    idx = torch.zeros(1, config.block_size, dtype=torch.int64, device="meta")
-    with FlopCounterMode(display=False) as counter:
-        _, loss = model(idx, idx)
-        loss.backward()
-    return counter.get_total_flops() / config.block_size
-
-
-def full_speed(config, name):
-    """The tokens per second at an MFU of 100 %. None if the peak of this device is not in PEAK.
-
-    MFU, the model FLOPs utilization, is the share of the peak that the model's FLOPs make up.
-    """
-    peaks = [peak for card, peak in PEAK.items() if card in name]
-    if not peaks:
-        return None
-    try:
-        return peaks[0] * config.world / count_flops(config)
-    except RuntimeError:
-        return None  # an arm from another file may not run without weights
 
 
 # -----------------------------------------------------------------------------
@@ -524,64 +511,130 @@ def print0(*args, **kwargs):
         print(*args, **kwargs, flush=True)
 
 
-def read_log(path):
-    """(head, records) of a log.jsonl. A last line that was cut short is left out."""
-    lines = Path(path).read_text().split("\n")[:-1]
+def device_name(device):
+    """The card's name, or the processor's and the number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return str(device)
+    name = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():  # on Linux, where platform does not know the model
+        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        if found:
+            name = found[1]
+    return f"cpu ({name}), {torch.get_num_threads()} threads"
+
+
+def git_commit():
+    """The commit of this file's repository. None outside of a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
-        head, *records = map(json.loads, lines)
-        whole = "attn" in head and all("step" in record for record in records)
-    except (ValueError, TypeError):
-        whole = False
-    if not whole:
-        raise ValueError(f"{path} is not a whole log of train.py")
-    return head, records
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
-def write_log(log_file, record):
-    print(json.dumps(record), file=log_file, flush=True)
-
-
-def make_head(config, about):
+def make_head(config, about, model):
     """The first line of a log: all that is known before the run begins."""
-    parameters = sum(p.numel() for p in GPT(config.model_config(), seed=None).parameters())
-    head = vars(config) | about | dict(parameters=parameters, date=time.strftime("%Y-%m-%d"))
+    head = vars(config) | about
+    head["arm"] = run_name(config, without=("lr", "seed"))
+    head["parameters"] = sum(p.numel() for p in model.parameters())
+    head["device_name"] = device_name(config.device)
+    head["torch"] = str(torch.__version__)
+    head["python"] = platform.python_version()
+    head["date"] = time.strftime("%Y-%m-%d")
+    head["commit"] = git_commit()
     return json.loads(json.dumps(head, default=str))  # paths and devices turn into their names
 
 
-def make_record(config, step, update, since, speed_limit):
-    """What the log says of a step. An evaluation adds to it.
+def write_log(config, record):
+    """Adds a line to the log. Nothing that stands there is ever changed."""
+    if config.rank > 0:
+        return  # the first process writes for all
+    with open(config.out / "log.jsonl", "a", newline="\n") as file:
+        file.write(json.dumps(record) + "\n")
 
-    update is what training_step returned, or None at step 0. since is a step and the time at which
-    it ended: the speed is the mean from there on.
+
+def read_log(path):
+    """(head, records) of a log.jsonl, one record for each step.
+
+    A step that was made again after a stop has more than one line, and of each field the last one
+    counts. A line that was cut short by a stop is left out.
     """
+    head = None
+    records = {}
+    for line in Path(path).read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if head is None:
+            head = record
+        else:
+            step = record["step"]
+            records[step] = records.get(step, {}) | record
+    if head is None or "attn" not in head:
+        raise ValueError(f"{path} is not a log of train.py")
+    return head, [records[step] for step in sorted(records)]
+
+
+def make_record(config, step, update):
+    """What the log says of a step. update is what training_step returned, or None at step 0."""
     record = dict(step=step, tokens=step * config.total_batch)
-    record |= dict(train_loss=None, lr=None, grad_norm=None, tok_per_s=None, mfu=None)
-    if update is None:
-        return record
-    loss, grad_norm = update
-    if config.world > 1:
-        dist.all_reduce(loss)
-    # item() waits for the device. only then we read the clock, so that its work is in the time
-    record["train_loss"] = loss.item() / config.world
-    record["lr"] = learning_rate(step - 1, config)
-    record["grad_norm"] = grad_norm.item()
-    first_step, start = since
-    if step > first_step:
-        seconds = time.perf_counter() - start
-        record["tok_per_s"] = (step - first_step) * config.total_batch / seconds
-        if speed_limit is not None:
-            record["mfu"] = record["tok_per_s"] / speed_limit
+    if update is not None:
+        loss, grad_norm = update
+        if config.world > 1:
+            dist.all_reduce(loss)
+        record["train_loss"] = loss.item() / config.world  # waits for the device
+        record["lr"] = learning_rate(step - 1, config)
+        record["grad_norm"] = grad_norm.item()
     return record
 
 
-def format_record(record, config):
-    """The line for the screen."""
+def count_flops(config):
+    """FLOPs of the forward and backward pass of one token in a full sequence.
+
+    PyTorch counts those of all matmuls, while a copy of the model without weights runs once: the
+    softmax arms as a map, which no kernel pads with zeros. The masked half counts as work, as in
+    the usual formula 6N + 12LCT.
+    """
+    flash = not issubclass(ATTENTION[config.attn], Softmax)
+    idx = torch.zeros(1, config.block_size, dtype=torch.int64, device="meta")
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        _, loss = GPT(replace(config.model_config(), flash=flash), seed=None)(idx, idx)
+        loss.backward()
+    return counter.get_total_flops() / config.block_size
+
+
+def full_speed(config):
+    """The tokens per second at an MFU (share of the card's peak FLOP/s) of 1, None if unknown."""
+    peaks = [peak for card, peak in PEAK.items() if card in device_name(config.device)]
+    return peaks[0] * config.world / count_flops(config) if peaks else None
+
+
+def add_speed(record, config, since, speed_limit):
+    """Adds the mean speed since a (step, time) to a record."""
+    first_step, start = since
+    if record["step"] > first_step:
+        seconds = time.perf_counter() - start
+        record["tok_per_s"] = (record["step"] - first_step) * config.total_batch / seconds
+        record["mfu"] = record["tok_per_s"] / speed_limit if speed_limit else None
+
+
+def not_finite(record):
+    """What is not finite in a record, "grad_norm nan" for example. "" if all is well."""
+    floats = {name: value for name, value in record.items() if isinstance(value, float)}
+    return ", ".join(f"{name} {x}" for name, x in floats.items() if not math.isfinite(x))
+
+
+def show(record, config):
+    """Prints a record."""
     parts = [f"step {record['step']:>5}/{config.steps}"]
-    if record["step"] > 0:
+    if "train_loss" in record:
         parts.append(f"train {record['train_loss']:.4f}")
         parts.append(f"lr {record['lr']:.2e}")
         parts.append(f"norm {record['grad_norm']:5.2f}")
-    if record["tok_per_s"] is not None:
+    if "tok_per_s" in record:
         parts.append(f"{record['tok_per_s']:,.0f} tok/s")
         if record["mfu"] is not None:
             parts.append(f"MFU {record['mfu']:.1%}")
@@ -591,235 +644,193 @@ def format_record(record, config):
         parts.append(f"val {record['val_loss']:.4f}")
         if record["lambda"] is not None:
             parts.append("lambda " + " ".join(f"{x:.2f}" for x in record["lambda"]))
-        return " | ".join(parts) + f"\n      {record['sample']!r}"
-    return " | ".join(parts)
-
-
-def not_finite(record):
-    """What is not finite in a record, "grad_norm nan" for example. "" if all is well."""
-    floats = {name: value for name, value in record.items() if isinstance(value, float)}
-    return ", ".join(f"{name} {x}" for name, x in floats.items() if not math.isfinite(x))
+    print0(" | ".join(parts))
+    if "sample" in record:
+        print0(f"      {record['sample']!r}")
 
 
 # -----------------------------------------------------------------------------
 # one run
 
 
-class Run(NamedTuple):
-    """What a run works with. The three models share their weights."""
+@dataclass
+class Run:
+    """What a run works with."""
 
-    model: GPT  # to save and to sample
-    compiled: torch.nn.Module  # to evaluate. without --compile it is the model itself
-    parallel: torch.nn.Module  # to train. in a single process it is the same as compiled
+    model: GPT
     optimizer: torch.optim.Optimizer
-    resumed: int | None  # the step of the checkpoint that we resume from, if there is one
-    head: dict  # the first line of the log
+    head: dict  # the first line of its log
+    step: int | None  # of its checkpoint. None: there is none yet
+
+
+def load_or_make(config, data):
+    """The Run of a config: from the checkpoint in its folder, if there is one, or from the seed."""
+    path = config.out / "ckpt.pt"
+    step = None
+    if path.exists() and not config.restart:
+        model = GPT.load(path, config.device, flash=config.flash, kernel=config.kernel)
+        step = model.extra["step"]
+    else:
+        model = GPT(config.model_config(), config.seed).to(config.device)
+    head = make_head(config, data.about, model)
+    if step is not None:
+        refuse_another_run(config.out, model.extra["run"], head)
+    elif not config.restart:
+        refuse_a_lost_checkpoint(config.out)
+
+    optimizer = make_optimizer(model, config.lr, config.weight_decay)
+    if step is not None and step < config.steps:  # a finished run needs no optimizer
+        optimizer.load_state_dict(model.extra.pop("optimizer"))
+    if config.world > 1:
+        # waits for all processes: all of them have looked into the folder before one writes there
+        steps = [None] * config.world
+        dist.all_gather_object(steps, step)
+        if len(set(steps)) > 1:
+            raise ValueError(f"the processes have to share the folder {config.out}, and they don't")
+    return Run(model, optimizer, head, step)
 
 
 def refuse_another_run(folder, there, here):
     """ValueError if the head of the run in a folder, there, is not that of our run, here."""
-    there = asdict(GPTConfig()) | there  # an old run may lack a new field, and had its default
     differences = []
-    for name in IDENTITY:
-        if there.get(name) != here[name]:
-            differences.append(f"{name} is {there.get(name)!r} there and {here[name]!r} here")
+    for name, value in here.items():
+        if name not in MAY_DIFFER and there.get(name) != value:
+            differences.append(f"{name} is {there.get(name)!r} there and {value!r} here")
     if differences:
         remedy = "Choose another --out, or --restart it"
         raise ValueError(f"{folder} is another run's: {', '.join(differences)}. {remedy}")
 
 
-def start_or_resume(config, data):
-    """The Run of a config: from the checkpoint in its folder, if there is one, or from the seed."""
-    head = make_head(config, data.about)
-    path = config.out / "ckpt.pt"
-    resumed = None
-    if path.exists() and not config.restart:
-        model = GPT.load(path, config.device)
-        refuse_another_run(config.out, model.extra.get("run", {}) | asdict(model.config), head)
-        resumed = model.extra["step"]
+def refuse_a_lost_checkpoint(folder):
+    """ValueError if there is a log of more than the first moments, but no checkpoint."""
+    path = folder / "log.jsonl"
+    if path.exists() and any(record["step"] > 0 for record in read_log(path)[1]):
+        raise ValueError(f"{path} is there, but its ckpt.pt is not: --restart discards the log")
+
+
+def begin_or_continue_log(config, run):
+    """Makes the log ready for the steps after the checkpoint."""
+    path = config.out / "log.jsonl"
+    if config.rank > 0:
+        return
+    if run.step is None:
+        # the old checkpoint goes first. If we are killed after that, nobody resumes from it
+        (config.out / "ckpt.pt").unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+    if path.exists():
+        with open(path, "a") as file:
+            file.write("\n")  # ends the half line that a kill may have left
     else:
-        model = GPT(config.model_config(), config.seed).to(config.device)
-    for block in model.blocks:
-        block.attn.flash = config.flash  # the checkpoint's may be another, see IDENTITY
-
-    optimizer = make_optimizer(model, config.lr, config.weight_decay)
-    if resumed is not None and resumed < config.steps:  # a finished run needs no optimizer
-        optimizer.load_state_dict(model.extra.pop("optimizer"))
-
-    torch.compiler.reset()  # else several runs together reach torch's limit of recompilations
-    compiled = torch.compile(model) if config.compile else model
-    parallel = compiled
-    if config.world > 1:
-        # waits for all processes: all of them have looked into the folder before one writes there
-        seen = [None] * config.world
-        dist.all_gather_object(seen, resumed)
-        if len(set(seen)) > 1:
-            problem = f"the processes find different checkpoints in {config.out}"
-            raise ValueError(f"{problem}: is it a folder that all of them share?")
-        parallel = torch.nn.parallel.DistributedDataParallel(compiled)
-    return Run(model, compiled, parallel, optimizer, resumed, head)
+        write_log(config, run.head)
 
 
-def train_run(config, data, log_file):
-    """Trains one run, from where it stopped.
+def save_checkpoint(config, run, step, val_loss):
+    # nobody resumes a finished run, and the optimizer is twice as large as the model
+    state = run.optimizer.state_dict() if step < config.steps else None
+    more = dict(tokenizer=run.head["tokenizer"], step=step, val_loss=val_loss, run=run.head)
+    if config.rank == 0:
+        run.model.save(config.out / "ckpt.pt", optimizer=state, **more)
+    run.step = step
 
-    Returns "finished"; "stopped", if it was told to stop and can be resumed; or "diverged", if a
-    loss is not finite.
+
+def diverged_before(config):
+    """Whether the log says that this run, as far as it went, has diverged."""
+    path = config.out / "log.jsonl"
+    return path.exists() and any("diverged" in record for record in read_log(path)[1])
+
+
+def train(config, data):
+    """Trains one run, from where it stopped. Returns its last val loss, inf if it diverged.
+
+    A run that has finished or diverged before returns at once.
     """
-    run = start_or_resume(config, data)
-    if run.resumed == config.steps:
+    config = replace(config, vocab_size=data.enc.n_vocab)
+    config.out.mkdir(parents=True, exist_ok=True)
+    # two programs must not write to one folder. The first process locks it for all
+    lock = FileLock(config.out / "lock", timeout=0) if config.rank == 0 else nullcontext()
+    try:
+        with lock:
+            return train_locked(config, data)
+    except Timeout:
+        raise ValueError(f"another program is training in {config.out}") from None
+
+
+def train_locked(config, data):
+    run = load_or_make(config, data)
+    if run.step == config.steps:
         print0(f"{config.out}: finished, {config.steps} steps (--restart starts over)")
-        return "finished"
+        return run.model.extra["val_loss"]
+    if run.step is not None and diverged_before(config):
+        print0(f"{config.out}: it diverged (--restart starts over)")
+        return math.inf
 
     size = f"{run.head['parameters'] / 1e6:.2f} M parameters, seed {config.seed}"
     work = f"{config.steps} steps of {config.total_batch:,} tokens, peak rate {config.lr:g}"
     print0(f"{config.attn}: {size}, {work} -> {config.out}")
-    kernel, why = pick_kernel(run.model, config.kernel, getattr(torch, config.dtype))
-    if kernel is not None:
-        print0(f"kernel {kernel}" + (f" ({why})" if why else ""))
-    if run.resumed is not None:
-        print0(f"resumes after step {run.resumed}")
-
-    if config.rank == 0 and run.resumed is None:
-        # the old checkpoint goes first. if we are killed after that, nobody resumes from it
-        (config.out / "ckpt.pt").unlink(missing_ok=True)
-        log_file.truncate(0)
-        write_log(log_file, run.head)
-    elif config.rank == 0:
-        resume_log(log_file, config, run)
-
-    outcome = train_loop(config, data, run, log_file)
-    if outcome == "finished":
-        path = config.out / "ckpt.pt"
-        print0(f'\nsample from it: python sample.py --ckpt={path} --prompt="{PROMPT}"')
-    if outcome == "stopped" and config.restart:
-        print0("      but leave out --restart, or it starts over")
-    return outcome
+    if run.step is not None:
+        print0(f"goes on after step {run.step}")
+    begin_or_continue_log(config, run)
+    try:
+        return train_loop(config, data, run)
+    except KeyboardInterrupt:
+        restart = ", without --restart," if config.restart else ""
+        step = run.step or 0
+        raise KeyboardInterrupt(f"The same command{restart} goes on after step {step}") from None
 
 
-def resume_log(log_file, config, run):
-    """Makes the log ready for the steps after the checkpoint."""
-    head, records = read_log(log_file.name)
-    # cut off what it says of later steps than the checkpoint's: we make them again
-    kept = [record for record in records if record["step"] <= run.resumed]
-    lines = Path(log_file.name).read_bytes().splitlines(keepends=True)
-    log_file.truncate(sum(len(line) for line in lines[: 1 + len(kept)]))  # 1 is the head
+def train_loop(config, data, run):
+    """The steps of a run. Returns its last val loss, inf if it diverges."""
+    torch.compiler.reset()  # else several runs together reach torch's limit of recompilations
+    model = torch.compile(run.model) if config.compile else run.model
+    if config.world > 1:
+        model = DistributedDataParallel(model)
+    speed_limit = full_speed(config)
 
-    # the head says how the run began. what is different from now on gets a line of its own
-    for record in kept:
-        head |= record.get("resumed", {})
-    changed = {name: run.head[name] for name in MACHINE if run.head[name] != head.get(name)}
-    if changed:
-        tokens = run.resumed * config.total_batch
-        write_log(log_file, dict(step=run.resumed, tokens=tokens, resumed=changed))
-
-
-def train_loop(config, data, run, log_file):
-    """The steps of a run, see train_run."""
-    speed_limit = full_speed(config, run.head["device_name"])
-    step = run.resumed or 0
+    first_step = step = run.step or 0
     update = None
     since = (step, time.perf_counter())  # the speed is measured from here on
     while True:
         last = step == config.steps
-        stop = somebody_stops(config)  # by Ctrl-C or SIGTERM
-        new = step != run.resumed  # what was due at the step that we resume at was done before
-        evaluate_now = new and (last or step % config.eval_every == 0)
-        log_now = new and (evaluate_now or step % config.log_every == 0)
-        save_now = new and (last or stop or step % config.save_every == 0)
-
-        # once in a while: look at the loss. that waits for the GPU, so we don't do it every time
-        record = {}
-        if log_now or save_now:
-            record = make_record(config, step, update, since, speed_limit)
-
-        # once in a while: evaluate, and sample from the model
-        if evaluate_now:
-            record["val_loss"] = evaluate(run.compiled, data.val, config)
-            record["lambda"] = get_lambdas(run.model)
-            record["sample"] = sample_text(run.model, data.enc, config)
-
-        # a model that is not finite does not recover, and must not replace the last checkpoint
-        bad = not_finite(record)
-        if bad:
-            write_log(log_file, dict(step=step, tokens=record["tokens"], not_finite=bad))
-            rest = "the last checkpoint is kept, try a lower --lr"
-            print0(f"{config.out} stops at step {step}: {bad}; {rest}", file=sys.stderr)
-            return "diverged"
-
-        # once in a while: log and save
-        if log_now:
-            write_log(log_file, record)
-            print0(format_record(record, config))
-        if save_now and config.rank == 0:
-            save_checkpoint(config, run, step, log_file)
-        if log_now or save_now:
+        evaluate_now = last or step % config.eval_every == 0
+        # once in a while: look at the loss. That waits for the GPU, so we don't do it every time
+        if evaluate_now or step % config.log_every == 0:
+            record = make_record(config, step, update)
+            add_speed(record, config, since, speed_limit)
+            if evaluate_now:
+                record["val_loss"] = evaluate(run.model, data.val, config)
+                record["lambda"] = get_lambdas(run.model)
+            # a model that is not finite does not recover, and must not replace the last checkpoint
+            bad = not_finite(record)
+            if bad:
+                write_log(config, dict(step=step, tokens=record["tokens"], diverged=bad))
+                rest = "the last checkpoint is kept, try a lower --lr"
+                print0(f"{config.out} diverged at step {step}: {bad}; {rest}", file=sys.stderr)
+                return math.inf
+            if evaluate_now and step > 0:
+                record["sample"] = sample_text(run.model, data.enc, config)
+            write_log(config, record)
+            show(record, config)
+            if evaluate_now:
+                save_checkpoint(config, run, step, record["val_loss"])
             since = (step, time.perf_counter())  # all of this was not training
-
         if last:
-            return "finished"
-        if stop:
-            print0(f"stopped after step {step} of {config.steps}: the same command resumes")
-            return "stopped"
+            return record["val_loss"]
 
-        update = training_step(run.parallel, run.optimizer, data.train, config, step)
-        if step == (run.resumed or 0):
+        update = training_step(model, run.optimizer, data.train, config, step)
+        step += 1
+        if step == first_step + 1:
             # the first step compiles the model, too, so its time says nothing of the speed
             update[1].item()  # waits for the device
-            since = (step + 1, time.perf_counter())
-        step += 1
-
-
-def save_checkpoint(config, run, step, log_file):
-    os.fsync(log_file.fileno())  # so that the log on the disk is never behind the checkpoint
-    # nobody resumes a finished run, and the optimizer is twice as large as the model
-    state = run.optimizer.state_dict() if step < config.steps else None
-    more = dict(tokenizer=run.head["tokenizer"], step=step, run=run.head, optimizer=state)
-    run.model.save(config.out / "ckpt.pt", **more)
-
-
-stop_requested = False  # whether this process got Ctrl-C or SIGTERM
-
-
-def request_stop(number, frame):
-    """A signal handler: finish the step, save, end. A second signal ends the process at once."""
-    global stop_requested
-    stop_requested = True
-    signal.signal(number, signal.SIG_DFL)
-    # print is not safe in a signal handler: it may have been interrupted itself
-    os.write(2, b"\nstopping after this step. Ctrl-C again ends it at once, without saving\n")
-
-
-def somebody_stops(config):
-    """Whether a process was told to stop. Then all of them stop, after the same step."""
-    if config.world == 1:
-        return stop_requested
-    votes = torch.tensor(int(stop_requested))  # on the CPU, so that it does not wait for the GPU
-    dist.all_reduce(votes)
-    return votes.item() > 0
+            since = (step, time.perf_counter())
 
 
 # -----------------------------------------------------------------------------
 # all runs of a command
 
 
-def check_run(config, data):
-    """ValueError if a run can't be trained, or if its folder holds another one."""
-    head = make_head(config, data.about)
-    if (config.out / "ckpt.pt").exists() and not config.restart:
-        # the log says whose checkpoint it is. the checkpoint may be gigabytes large, so we read it
-        # only once, when its turn comes
-        there, _ = read_log(config.out / "log.jsonl")
-        refuse_another_run(config.out, there, head)
-    # one layer is enough to see whether the kernel runs, and without a vocabulary it is made fast
-    small = replace(config.model_config(), n_layer=1, vocab_size=1)
-    model = GPT(small, config.seed).to(config.device)
-    pick_kernel(model, config.kernel, getattr(torch, config.dtype))
-
-
 def introduce(config, data):
     """Says what is going to happen, on what."""
-    device = f"{data.about['device_name']}, {config.dtype}"
+    device = f"{device_name(config.device)}, {config.dtype}"
     if config.compile:
         device += ", compiled"
     sizes = f"micro-steps of {config.batch_size} x {config.block_size} tokens"
@@ -831,64 +842,43 @@ def introduce(config, data):
         print0("      this is Python's own manual. The real run needs a GPU and prepare_fineweb.py")
 
 
-def compile_failed(error):
-    """What torch.compile says, in one line, and what helps."""
-    from torch._inductor.codecache import cache_dir
-
-    first_lines = str(error).split("\n\n")[0]
-    return (
-        f"torch.compile failed ({' '.join(first_lines.split())}). --no-compile does without it. "
-        f"If a run was stopped while it compiled, what it left in {cache_dir()} may be damaged: "
-        "delete it"
-    )
+def what_next(config):
+    """Says what can be done with a run."""
+    path = config.out / "ckpt.pt"
+    print0()
+    if is_ours(config.attn):
+        print0(f'sample from it:    python sample.py --ckpt={path} --prompt="{PROMPT}"')
+        print0(f"look at its maps:  python -m experiments.checkpoints maps --ckpt={path}")
+    else:
+        # sample.py alone does not know the arm, so the file that registers it comes first
+        file = ATTENTION[config.attn].__module__.replace("__main__", Path(sys.argv[0]).stem)
+        command = f"import {file}, sample; sample.main(['--ckpt={path}'])"
+        print0(f'sample from it:    python -c "{command}"')
+    print0(f"compare runs:      python bench.py loss {config.out.parent}")
 
 
 def main(argv=None):
-    """Trains the runs that a command line asks for.
+    """Trains the runs that a command line asks for. Returns the last val loss of each.
 
-    Returns "stopped" if they were stopped, else "diverged" if at least one run did, else
-    "finished". Raises ValueError and OSError for errors that a user can mend.
+    Raises ValueError and OSError for errors that a user can mend.
     """
     configs = parse(argv)
-    shared = configs[0]  # the runs have the same data, sizes and device
-    if shared.world > 1:
+    if configs[0].device.type == "cuda":
+        torch.cuda.set_device(configs[0].device)  # what says "cuda" means this card from here on
+    if configs[0].world > 1:
         dist.init_process_group()
     torch.set_float32_matmul_precision("high")
-    data = open_data(shared)
-    # all of them before the first one is trained, so that no error comes after hours
-    for config in configs:
-        config.vocab_size = data.enc.n_vocab
-        check_run(config, data)
-    introduce(shared, data)
+    data = open_data(configs[0])  # the runs have the same data, sizes and device
+    introduce(configs[0], data)
 
-    outcomes = []
+    losses = []
     for config in configs:
-        config.out.mkdir(parents=True, exist_ok=True)
-        # the first process writes for all
-        log_path = config.out / "log.jsonl" if config.rank == 0 else os.devnull
-        with open(log_path, "a", newline="\n") as log_file:
-            if config.rank == 0:
-                lock(log_file, config.out)
-            try:
-                outcomes.append(train_run(config, data, log_file))
-            except torch._dynamo.exc.TorchDynamoException as e:
-                raise ValueError(compile_failed(e)) from e
-        if outcomes[-1] == "stopped":
-            break
-    if shared.world > 1:
+        losses.append(train(config, data))
+    if configs[0].world > 1:
         dist.destroy_process_group()
-    if len(configs) > 1 and "stopped" not in outcomes:
-        print0(f"\ncompare them: python bench.py loss {shared.out.parent}")
-    for outcome in ("stopped", "diverged"):
-        if outcome in outcomes:
-            return outcome
-    return "finished"
+    what_next(configs[-1])
+    return losses
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, request_stop)
-    signal.signal(signal.SIGTERM, request_stop)
-    try:
-        sys.exit(0 if main() == "finished" else 1)
-    except (ValueError, OSError) as e:
-        sys.exit(f"train.py: {e}")
+    cli(main)
