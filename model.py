@@ -1,11 +1,15 @@
 """
-Four kinds of attention ("arms") in one GPT.
+Five kinds of attention ("arms") in one GPT.
 
-                one map     the difference of two maps
-    softmax     softmax     diff            (Differential Transformer, arXiv 2410.05258)
-    linear      linear      diff_linear     (linear: Transformers are RNNs, arXiv 2006.16236)
+                one map     one map minus       the difference of two maps
+                            the average
+    softmax     softmax     --minus_average     diff, diff_v2
+    linear      linear      --minus_average     diff_linear
 
-Below, "the paper" is Differential Transformer, and Eq. 1 to 3 are its equations.
+    diff        Differential Transformer, arXiv 2410.05258. Below it is "the paper", and Eq. 1 to 3
+                are its equations
+    diff_v2     its authors' second version, see DiffV2
+    linear      Transformers are RNNs, arXiv 2006.16236
 
 Attention multiplies the values V by a causal T x T matrix A, which we call the map: row i says how
 much token i takes from each token j <= i. Every map is made of weights w, a mask D and row sums z:
@@ -27,6 +31,9 @@ A differential arm has the difference of two maps, A = A_1 - lambda A_2, with a 
 map gives some weight to all tokens, also to those that don't matter. What two maps have in common
 cancels in their difference.
 
+Between one map and two stands A - lambda U, where U is the average: w = 1 for all tokens, so that
+U V is the running mean of the values. It shows what a minus does without a second map.
+
 Each kind of attention is written three times. A test checks that the three forms agree.
 
     the map form     computes A itself, O(T^2), in a few lines that read like the equation. It is
@@ -44,13 +51,14 @@ Letters in the comments on shapes:
 
 With one map, h = H and d_v = d. With two, the query heads 2n and 2n+1 are the two branches of value
 head n: there are half as many value heads, each twice as wide, so h = H/2 and d_v = 2d. The number
-of parameters is the same but for lambda and the norm.
+of parameters is the same but for lambda and the norm. (DiffV2 differs: it adds queries instead.)
 """
 import hashlib
 import math
 import os
 import zipfile
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -73,28 +81,37 @@ class GPTConfig:
     block_size: int = 1024
     vocab_size: int = 50257
     n_layer: int = 12
-    n_head: int = 12  # heads of queries and keys. Differential arms have half as many value heads
+    n_head: int = 12  # heads of queries and keys. diff and diff_linear have half as many of values
     n_embd: int = 768
     mlp_width: int | None = None  # None: 8/3 n_embd, rounded down to a multiple of 8
     rope_theta: float = 10000.0  # base of the rotary embedding's angles. 0: no rotary embedding
     flash: bool = True  # compute attention in the fast form. False: in the map form
+    kernel: str = "sdpa"  # softmax's fast form: PyTorch's kernels, or the package "flash_attn"
     decay: bool = False  # heads forget, see Attention.decay_rate
-    subln: bool | None = None  # an RMSNorm on each head's output. None: only in differential arms
+    minus_average: bool = False  # A - lambda U in place of A, for the arms with one map
+    subln: bool | None = None  # an RMSNorm on each head's output. None: only in the paper's arms
     subln_init: float = 1.0  # the initial weight of that norm
-    lambda_init: float | None = None  # for the differential arms. None: the paper's formula
+    lambda_init: float | None = None  # for diff and diff_linear. None: the paper's formula
     embd_init: float | None = None  # initial std of the embedding. None: that of every matrix
 
     def __post_init__(self):
         if self.attn not in ATTENTION:
             raise ValueError(f"attn must be one of {', '.join(ATTENTION)}, not {self.attn!r}")
+        if self.kernel not in ("sdpa", "flash_attn"):
+            raise ValueError(f"kernel must be sdpa or flash_attn, not {self.kernel!r}")
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.n_head % ATTENTION[self.attn].branches != 0:
+        if not self.rope_theta >= 0:
+            raise ValueError(f"rope_theta must be 0 or more, not {self.rope_theta}")
+        arm = ATTENTION[self.attn]
+        if self.n_head % arm.branches != 0 and not arm.second_queries:
             raise ValueError(f"n_head must be even for {self.attn}, not {self.n_head}")
         # a head needs an even size: the rotary embedding turns pairs of channels
         if self.n_embd % (2 * self.n_head) != 0:
             raise ValueError(f"n_embd must be a multiple of {2 * self.n_head}, not {self.n_embd}")
+        if self.minus_average and arm.branches == 2:
+            raise ValueError(f"minus_average is for one map, and {self.attn} has two")
 
 
 def wide_dtype(x):
@@ -155,68 +172,79 @@ def log_mask(rate, distance):
 
 
 class Attention(nn.Module):
-    """What the four kinds share: projections, lambda, the difference, the norm.
+    """What all arms share: projections, lambda, the minus, the norm.
 
     layer(x) takes (B, T, C) to (B, T, C), and layer.map(x) is its map, (B, h, T, T). The parameters
     have the names and shapes of Microsoft's release, whose num_heads is our h. GPT draws their
-    first values, see draw_parameter.
+    first values, see draw_parameters.
 
     Softmax and Linear add the attention itself, each form as a method, and the way to its state:
 
-        attention_map(q, k, lam, rope)          A, (B, h, T, T)
+        maps(q, k, rope_q, rope_k, log_D)       the maps of all branches, (B, H, R, T)
         fast(q, k, v, lam, rope)                A V, (B, h, T, d_v)
-        fill(k, v, rope, state)                 fills the empty dict state from a prompt
+        fill(k, v, rope, state, room)           fills the empty dict state from a prompt
         step(q, k, v, lam, rope, state)         the row of A V of the next token, (B, h, 1, d_v)
     """
 
     branches = 1  # maps per head of values
-    lambda_init = 0.0  # with one map: the factor 1 - lambda_init in forward is then 1
+    second_queries = False  # the second map takes new queries, and not half of softmax's heads
+    subln_by_default = False
 
     def __init__(self, config, depth):
         super().__init__()
         C = config.n_embd
         self.config = config
-        self.n_head = config.n_head
-        self.n_value_head = config.n_head // self.branches
         self.head_dim = C // config.n_head
-        self.flash = config.flash
-        self.kernel = "sdpa"  # computes softmax's fast form, see pick_kernel
-        # tokens in softmax's cache, the same in all layers. A step reads all of it
-        self.room = config.block_size
-        # an experiment may set this to a function that takes `scores`, (B, H, T, T), and returns
-        # what the map form should use in their place. The other two forms don't call it
-        self.score_hook = None
+        self.n_head = 2 * config.n_head if self.second_queries else config.n_head
+        self.n_value_head = self.n_head // self.branches
 
         # queries, keys and values of all heads side by side, and the projection of the output
-        self.q_proj = nn.Linear(C, C, bias=False)
+        self.q_proj = nn.Linear(C, self.n_head * self.head_dim, bias=False)
         self.k_proj = nn.Linear(C, C, bias=False)
         self.v_proj = nn.Linear(C, C, bias=False)
         self.out_proj = nn.Linear(C, C, bias=False)
 
+        self.lambda_init = 0.0  # the factor 1 - lambda_init in forward is then 1
+        self.make_lambda(depth)
         self.subln = None
-        if config.subln or (config.subln is None and self.branches == 2):
+        if config.subln or (config.subln is None and self.subln_by_default):
             # the heads share one weight
             self.subln = nn.RMSNorm(C // self.n_value_head, eps=NORM_EPS)
-        if self.branches == 2:
-            self.make_lambda(depth)
+            nn.init.constant_(self.subln.weight, config.subln_init)
 
     def make_lambda(self, depth):
-        """The four vectors of Eq. 2. depth counts layers from 0, where the paper counts from 1."""
+        """The parameters of lambda. depth counts layers from 0, where the paper counts from 1."""
+        if self.branches == 1:
+            if self.config.minus_average:
+                self.lambda_average = nn.Parameter(torch.tensor(0.2))
+            return
         self.lambda_init = self.config.lambda_init
         if self.lambda_init is None:
             self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)
-        # a GPT draws all parameters anew, by name. These values are for a layer that is used alone
+        # the four vectors of Eq. 2. A GPT draws them anew, by name. These values are for a layer
+        # that is used alone
         self.lambda_q1 = nn.Parameter(torch.randn(self.head_dim) * 0.1)
         self.lambda_k1 = nn.Parameter(torch.randn(self.head_dim) * 0.1)
         self.lambda_q2 = nn.Parameter(torch.randn(self.head_dim) * 0.1)
         self.lambda_k2 = nn.Parameter(torch.randn(self.head_dim) * 0.1)
 
     def lambda_full(self):
-        """lambda of Eq. 2, one number for all heads of the layer. It starts near lambda_init."""
+        """lambda, one number for all heads of the layer. None where nothing is subtracted.
+
+        With two maps it is that of Eq. 2, which starts near lambda_init.
+        """
+        if self.config.minus_average:
+            return self.lambda_average
+        if self.branches == 1:
+            return None
         # (a * b).sum() and not a @ b: autocast would compute the dot product in bf16
         dot_1 = (upcast(self.lambda_q1) * upcast(self.lambda_k1)).sum()
         dot_2 = (upcast(self.lambda_q2) * upcast(self.lambda_k2)).sum()
         return torch.exp(dot_1) - torch.exp(dot_2) + self.lambda_init
+
+    def get_lambda(self, x):
+        """lambda for the layer's input x (B, T, C). Only DiffV2's depends on it."""
+        return self.lambda_full()
 
     def subtract(self, y, lam):
         """Branch 1 minus lambda times branch 2, of maps or outputs: (B, H, ...) to (B, h, ...)."""
@@ -243,20 +271,24 @@ class Attention(nn.Module):
         return torch.exp2(-log_span).repeat_interleave(self.branches)[:, None, None]
 
     def project(self, x):
-        """The queries, keys, values, and lambda (None for one map) of x (B, T, C)."""
+        """The queries, keys, values, and lambda (None without a minus) of x (B, T, C)."""
         B, T, C = x.shape
-        q = self.q_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H, T, d)
+        q = self.q_proj(x).view(B, T, self.n_head, self.head_dim).transpose(1, 2)  # (B, H, T, d)
         k = self.k_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H, T, d)
         v = self.v_proj(x).view(B, T, self.n_value_head, -1).transpose(1, 2)  # (B, h, T, d_v)
-        lam = self.lambda_full() if self.branches == 2 else None
-        return q, k, v, lam
+        if self.second_queries:
+            # both queries of a head meet the same key. A key that is there twice is simple, and it
+            # makes the cache of the keys twice as large as it has to be
+            k = k.repeat_interleave(2, dim=1)
+        return q, k, v, self.get_lambda(x)
 
-    def forward(self, x, rope=None, state=None):
+    def forward(self, x, rope=None, state=None, room=None):
         """(B, T, C) to (B, T, C).
 
         rope: the table of the positions of x. Without one x starts at position 0.
         state: None in training. An empty dict is filled from x, the prompt. A filled one stands for
         the tokens so far, and x is the next token, at the position that rope has.
+        room: the tokens for which softmax's state makes room, block_size by default.
         """
         B, T, C = x.shape
         if rope is None:
@@ -264,13 +296,18 @@ class Attention(nn.Module):
         q, k, v, lam = self.project(x)
         if state:
             y = self.step(q, k, v, lam, rope, state)  # (B, h, 1, d_v)
+            if self.config.minus_average:
+                y = upcast(y) - lam * self.average_step(v, rope, state)
+        elif self.config.flash:
+            y = self.fast(q, k, v, lam, rope)  # (B, h, T, d_v)
+            if self.config.minus_average:
+                y = upcast(y) - lam * self.average(v, rope)
         else:
-            if self.flash:
-                y = self.fast(q, k, v, lam, rope)  # (B, h, T, d_v)
-            else:
-                y = self.attention_map(q, k, lam, rope).to(v.dtype) @ v  # (B, h, T, d_v)
-            if state is not None:
-                self.fill(k, v, rope, state)
+            y = self.attention_map(q, k, lam, rope, rope).to(v.dtype) @ v  # (B, h, T, d_v)
+        if state is not None and not state:
+            self.fill(k, v, rope, state, room or self.config.block_size)
+            if self.config.minus_average:
+                state["V"] = (upcast(v) * self.fade(v)).sum(2, keepdim=True)  # (B, h, 1, d_v)
 
         if self.subln is not None:
             # nn.RMSNorm wants its input in the dtype of its weight
@@ -282,30 +319,65 @@ class Attention(nn.Module):
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.out_proj(y.to(v.dtype))
 
+    def attention_map(self, q, k, lam, rope_q, rope_k):
+        """A of the queries (B, H, R, d) and the keys (B, H, T, d), (B, h, R, T).
+
+        The two tables say where queries and keys stand. A query sees the keys at its own position
+        and before it.
+        """
+        distance = rope_q.position[:, None] - rope_k.position  # (R, T)
+        log_D = log_mask(self.decay_rate(q.device, wide_dtype(q)), distance)  # (H, R, T)
+        A = self.maps(q, k, rope_q, rope_k, log_D)  # (B, H, R, T)
+        if self.config.minus_average:
+            U = F.softmax(log_D, dim=-1)  # D over its row sums: the map with w = 1
+            return A - lam * U
+        return self.subtract(A, lam)
+
     def map(self, x):
         """The map of x (B, T, C), (B, h, T, T). Best in float32: bf16 rounds large scores."""
         q, k, _, lam = self.project(x)
-        return self.attention_map(q, k, lam, self.rope_from_0(x))
+        rope = self.rope_from_0(x)
+        return self.attention_map(q, k, lam, rope, rope)
 
     def rope_from_0(self, x):
         """The Rope of x (B, T, C), for a layer that is used without its GPT."""
         return make_rope(torch.arange(x.shape[1], device=x.device), self.config, wide_dtype(x))
 
+    def fade(self, x):
+        """gamma^age of the tokens of x (B, H, T, d), (H, T, 1). The last token has age 0."""
+        age = torch.arange(x.shape[2] - 1, -1, -1, device=x.device)
+        return torch.exp(-self.decay_rate(x.device, wide_dtype(x)) * age[:, None])
+
+    def average_count(self, rope, dtype):
+        """The row sums of D, sum over j <= i of gamma^(i - j), (h, T, 1). Without decay i + 1."""
+        n = (rope.position + 1).to(dtype)[:, None]
+        if not self.config.decay:
+            return n
+        rate = self.decay_rate(n.device, dtype)
+        return torch.expm1(-rate * n) / torch.expm1(-rate)  # a geometric series
+
+    def average(self, v, rope):
+        """U V, the running mean of the values v (B, h, T, d_v)."""
+        total = decayed_cumsum(v, self.decay_rate(v.device, wide_dtype(v)))
+        return upcast(total) / self.average_count(rope, wide_dtype(v))
+
+    def average_step(self, v, rope, state):
+        """The last row of U V, (B, h, 1, d_v). The state is the sum of all values so far."""
+        gamma = torch.exp(-self.decay_rate(v.device, state["V"].dtype))
+        state["V"].mul_(gamma).add_(v)
+        return state["V"] / self.average_count(rope, state["V"].dtype)
+
 
 class Softmax(Attention):
     """A = softmax(Q K^T / sqrt(d) + log D)"""
 
-    def scores(self, q, k, rope):
-        """Q K^T / sqrt(d), (B, H, T, T)."""
-        scores = rotate(q, rope) @ rotate(k, rope).mT / math.sqrt(self.head_dim)
-        return scores if self.score_hook is None else self.score_hook(scores)
+    def scores(self, q, k, rope_q, rope_k):
+        """Q K^T / sqrt(d), (B, H, R, T)."""
+        return rotate(q, rope_q) @ rotate(k, rope_k).mT / math.sqrt(self.head_dim)
 
-    def attention_map(self, q, k, lam, rope):
-        """A. F.softmax takes exp and divides by z in one call, so D goes into the exponent."""
-        rate = self.decay_rate(q.device, wide_dtype(q))
-        log_D = log_mask(rate, distances(q.shape[2], q.device))
-        A = F.softmax(upcast(self.scores(q, k, rope)) + log_D, dim=-1)  # (B, H, T, T)
-        return self.subtract(A, lam)
+    def maps(self, q, k, rope_q, rope_k, log_D):
+        """F.softmax takes exp and divides by z in one call, so D goes into the exponent."""
+        return F.softmax(upcast(self.scores(q, k, rope_q, rope_k)) + log_D, dim=-1)
 
     def fast(self, q, k, v, lam, rope):
         """(A_1 - lambda A_2) V = A_1 V - lambda A_2 V, in a fused kernel that does not hold A."""
@@ -313,14 +385,15 @@ class Softmax(Attention):
         q = rotate(q, rope)
         k = rotate(k, rope)
         # the kernels stand at the end of the file
-        y = softmax_attention(q, k, v, rate, self.kernel)  # (B, H, T, d_v)
+        attention = flash_attention if self.config.kernel == "flash_attn" else fused_attention
+        y = attention(q, k, v, rate)  # (B, H, T, d_v)
         return self.subtract(y, lam)
 
-    def fill(self, k, v, rope, state):
+    def fill(self, k, v, rope, state, room):
         """Begin the cache with all of its room, so that every step has the same shapes."""
-        free = self.room - k.shape[2]
+        free = room - k.shape[2]
         if free < 0:
-            raise ValueError(f"{k.shape[2]} tokens don't fit into a cache of {self.room}")
+            raise ValueError(f"{k.shape[2]} tokens don't fit into a cache of {room}")
         state["k"] = F.pad(rotate(k, rope), (0, 0, 0, free))  # (B, H, room, d)
         state["v"] = F.pad(v, (0, 0, 0, free))  # (B, h, room, d_v)
 
@@ -332,7 +405,7 @@ class Softmax(Attention):
         # scores in float32, as the fused kernels have them
         with torch.autocast(q.device.type, enabled=False):
             scores = upcast(rotate(q, rope)) @ upcast(state["k"]).mT / math.sqrt(self.head_dim)
-        distance = rope.position[:, None] - torch.arange(self.room, device=q.device)
+        distance = rope.position[:, None] - torch.arange(scores.shape[-1], device=q.device)
         log_D = log_mask(self.decay_rate(q.device, scores.dtype), distance)
         A = F.softmax(scores + log_D, dim=-1)  # (B, H, 1, room)
         # the branches of a head read the same values: one matmul serves both, with a row for each
@@ -346,6 +419,37 @@ class Diff(Softmax):
     """A = softmax(Q_1 K_1^T / sqrt(d)) - lambda softmax(Q_2 K_2^T / sqrt(d))   (Eq. 1)"""
 
     branches = 2
+    subln_by_default = True
+
+
+class DiffV2(Softmax):
+    """A = A_1 - lambda A_2, with A_n = softmax(Q_n K^T / sqrt(d)) and lambda_i = sigmoid(x_i W).
+
+    The second version of the paper's authors: https://huggingface.co/blog/microsoft/diff-attn-v2, a
+    blog post of January 2026. It differs from Diff in this:
+
+    - Keys and values are softmax's, H heads of d channels. Each head gets a second query, so q_proj
+      is C x 2C. The queries 2n and 2n+1 are the branches of head n.
+    - Each token and head has a lambda of its own, and there is no lambda_init.
+    - There is no norm on the heads' output (subln=True adds one), and no factor 1 - lambda_init.
+
+    So a layer has C^2 + C H parameters more than softmax's, and its MLP is narrower for it, see
+    matched_width.
+    """
+
+    branches = 2
+    second_queries = True
+
+    def make_lambda(self, depth):
+        self.lambda_proj = nn.Linear(self.config.n_embd, self.config.n_head, bias=False)
+
+    def lambda_full(self):
+        """None: there is no lambda that holds for the whole layer."""
+        return None
+
+    def get_lambda(self, x):
+        """(B, H, T, 1) for x (B, T, C), each between 0 and 1. They start near 1/2."""
+        return upcast(self.lambda_proj(x)).sigmoid().mT[..., None]
 
 
 def phi(x):
@@ -426,19 +530,20 @@ class Linear(Attention):
     Entries of a map may then be negative, and a row need not sum to 1.
     """
 
-    def scores(self, q, k, rope):
-        """The numerator without its mask, (B, H, T, T)."""
-        scores = rotate(phi(q), rope) @ rotate(phi(k), rope).mT
-        return scores if self.score_hook is None else self.score_hook(scores)
+    def phi(self, x):
+        """The feature map, all of whose values must be positive. A subclass may have another."""
+        return phi(x)
 
-    def attention_map(self, q, k, lam, rope):
+    def scores(self, q, k, rope_q, rope_k):
+        """The numerator without its mask, (B, H, R, T)."""
+        return rotate(self.phi(q), rope_q) @ rotate(self.phi(k), rope_k).mT
+
+    def maps(self, q, k, rope_q, rope_k, log_D):
         """The equation above, one factor a line."""
-        rate = self.decay_rate(q.device, wide_dtype(q))
-        D = log_mask(rate, distances(q.shape[2], q.device)).exp()
-        unrotated = upcast(phi(q) @ phi(k).mT) * D  # none is negative
-        z = unrotated.sum(-1, keepdim=True) + ROW_SUM_EPS  # (B, H, T, 1)
-        A = upcast(self.scores(q, k, rope)) * D / z  # (B, H, T, T)
-        return self.subtract(A, lam)
+        D = log_D.exp()
+        unrotated = upcast(self.phi(q) @ self.phi(k).mT) * D  # none is negative
+        z = unrotated.sum(-1, keepdim=True) + ROW_SUM_EPS  # (B, H, R, 1)
+        return upcast(self.scores(q, k, rope_q, rope_k)) * D / z  # (B, H, R, T)
 
     def fold_q(self, q, lam):
         """The queries [q_1, -lambda q_2], (B, h, T, 2d), of one linear attention for both branches.
@@ -460,8 +565,8 @@ class Linear(Attention):
 
     def fast(self, q, k, v, lam, rope):
         """A V. z_i is the same for all of row i, so we divide the query by it first."""
-        q = phi(q)
-        k = phi(k)
+        q = self.phi(q)
+        k = self.phi(k)
         rate = self.decay_rate(q.device, wide_dtype(q))
         key_sum = decayed_cumsum(k, rate)  # (B, H, T, d)
         z = (upcast(q) * key_sum).sum(-1, keepdim=True) + ROW_SUM_EPS  # (B, H, T, 1)
@@ -469,14 +574,14 @@ class Linear(Attention):
         k = self.fold_k(rotate(k, rope))  # (B, h, T, f)
         return chunkwise(q, k, v, rate[:: self.branches])  # a rate for each head of values
 
-    def fill(self, k, v, rope, state):
+    def fill(self, k, v, rope, state, room):
         """S = sum of gamma^age k v^T with the folded keys, and Z = sum of gamma^age phi(k).
 
-        Both stay in float32, since thousands of steps add to them.
+        Both stay in float32, since thousands of steps add to them. They need no more room for a
+        longer text.
         """
-        k = upcast(phi(k))
-        age = torch.arange(k.shape[2] - 1, -1, -1, device=k.device)  # the last token has age 0
-        fade = torch.exp(-self.decay_rate(k.device, k.dtype) * age[:, None])  # (H, T, 1)
+        k = upcast(self.phi(k))
+        fade = self.fade(k)  # (H, T, 1)
         state["Z"] = (k * fade).sum(2, keepdim=True)  # (B, H, 1, d)
         k = self.fold_k(rotate(k, rope) * fade)  # (B, h, T, f)
         with torch.autocast(k.device.type, enabled=False):
@@ -487,8 +592,8 @@ class Linear(Attention):
 
         Z <- gamma Z + phi(k), z = phi(q) . Z, S <- gamma S + k v^T, y = q S with q and k folded
         """
-        q = phi(q)
-        k = phi(k)
+        q = self.phi(q)
+        k = self.phi(k)
         gamma = torch.exp(-self.decay_rate(q.device, wide_dtype(q)))
         state["Z"].mul_(gamma).add_(k)
         z = (q * state["Z"]).sum(-1, keepdim=True) + ROW_SUM_EPS  # (B, H, 1, 1)
@@ -503,9 +608,28 @@ class DiffLinear(Linear):
     """A = A_1 - lambda A_2, two linear maps. They are folded into one attention, see fold_q."""
 
     branches = 2
+    subln_by_default = True
 
 
-ATTENTION = {"softmax": Softmax, "diff": Diff, "linear": Linear, "diff_linear": DiffLinear}
+ATTENTION = {
+    "softmax": Softmax,
+    "diff": Diff,
+    "diff_v2": DiffV2,
+    "linear": Linear,
+    "diff_linear": DiffLinear,
+}
+
+
+def full_width(n_embd):
+    """The width of an MLP: 8/3 n_embd, rounded down to a multiple of 8."""
+    return max(8, 8 * n_embd // 3 // 8 * 8)
+
+
+def matched_width(n_embd, n_head):
+    """The width of an MLP beside which DiffV2 has softmax's parameters, within 3/2 n_embd."""
+    more = n_embd * n_embd + n_embd * n_head  # the second queries, and lambda
+    # each unit of width has a row in three matrices
+    return max(8, full_width(n_embd) - round(more / (3 * n_embd)))
 
 
 class MLP(nn.Module):
@@ -514,7 +638,9 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         C = config.n_embd
-        width = config.mlp_width or max(8, 8 * C // 3 // 8 * 8)
+        width = config.mlp_width or full_width(C)
+        if config.mlp_width is None and ATTENTION[config.attn].second_queries:
+            width = matched_width(C, config.n_head)
         self.gate_proj = nn.Linear(C, width, bias=False)
         self.up_proj = nn.Linear(C, width, bias=False)
         self.down_proj = nn.Linear(width, C, bias=False)
@@ -528,15 +654,13 @@ class Block(nn.Module):
 
     def __init__(self, config, depth):
         super().__init__()
-        # an optimizer is saved in the order of its parameters, so another order would need new
-        # checkpoints
-        self.attn = ATTENTION[config.attn](config, depth)
         self.norm1 = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
+        self.attn = ATTENTION[config.attn](config, depth)
         self.norm2 = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
         self.mlp = MLP(config)
 
-    def forward(self, x, rope, state=None):
-        x = x + self.attn(self.norm1(x), rope, state)
+    def forward(self, x, rope, state=None, room=None):
+        x = x + self.attn(self.norm1(x), rope, state, room)
         x = x + self.mlp(self.norm2(x))
         return x
 
@@ -545,26 +669,22 @@ class GPT(nn.Module):
     """The whole model. model(idx) and model(idx, targets) give (logits, loss), see forward.
 
     idx and targets are (B, T) int64. T may be anything, even more than block_size.
-    seed: the weights are drawn from it, on the CPU. None leaves them without values, for GPT.load
-    to fill in.
+    seed: the weights are drawn from it, on the CPU. None leaves them as PyTorch's layers have them.
     """
 
     def __init__(self, config, seed=1337):
         super().__init__()
         self.config = config
         self.extra = {}  # GPT.load puts here what was saved with the model
-        # a parameter on the "meta" device has a shape, but no values yet
-        with torch.device("meta"):
-            padded_vocab = math.ceil(config.vocab_size / 64) * 64  # GPUs like multiples of 64
+        padded_vocab = math.ceil(config.vocab_size / 64) * 64  # GPUs like multiples of 64
+        # what a class draws for itself must not depend on the global random generator, nor move it
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed or 0)
             self.wte = nn.Embedding(padded_vocab, config.n_embd)
             self.blocks = nn.ModuleList(Block(config, depth) for depth in range(config.n_layer))
             self.norm = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
         if seed is not None:
-            weights = {}
-            with torch.device("cpu"):  # the generators are the CPU's
-                for name, p in self.named_parameters():
-                    weights[name] = draw_parameter(name, p.shape, config, seed)
-            self.load_state_dict(weights, assign=True)  # the values replace the meta parameters
+            draw_parameters(self, seed)
 
     def rope_from(self, start, T):
         """The Rope of T tokens from position `start` on, for all layers."""
@@ -572,12 +692,12 @@ class GPT(nn.Module):
         position = start + torch.arange(T, device=weight.device)
         return make_rope(position, self.config, wide_dtype(weight))
 
-    def read(self, idx, start=0, layer_states=None):
+    def read(self, idx, start=0, layer_states=None, room=None):
         """The residual stream behind all blocks, (B, T, C), for tokens from position start on."""
         x = self.wte(idx)  # (B, T, C)
         rope = self.rope_from(start, idx.shape[1])  # one table for all layers
         for i, block in enumerate(self.blocks):
-            x = block(x, rope, layer_states[i] if layer_states else None)
+            x = block(x, rope, layer_states[i] if layer_states else None, room)
         return x
 
     def logits(self, x):
@@ -598,17 +718,18 @@ class GPT(nn.Module):
         # nobody needs a gradient of these logits, and with it the caller would keep the whole graph
         return logits.detach(), loss
 
-    def prefill(self, idx):
+    def prefill(self, idx, room=None):
         """Read a prompt (B, T): its last logits, (B, 1, vocab_size), and the state for `step`.
 
         The state holds "length", the tokens so far, and "layers", a dict of tensors for each layer.
-        The softmax arms raise ValueError for more tokens than their cache has room for.
+        room: the tokens, prompt included, that the cache of the softmax arms can hold. A step reads
+        all of it. The default is block_size. They raise ValueError for a longer prompt.
         """
         state = {
             "length": torch.tensor([idx.shape[1]], device=idx.device),
             "layers": [{} for _ in self.blocks],
         }
-        x = self.read(idx, 0, state["layers"])
+        x = self.read(idx, 0, state["layers"], room)
         # tell torch.compile that these tensors stay where they are, since the steps write to them
         # in place: a CUDA graph of a step needs fixed addresses. guard=False: don't compile anew
         # for the state of another prompt
@@ -644,9 +765,6 @@ class GPT(nn.Module):
         temperature: 0 takes the likeliest token. top_k: choose among the k likeliest only.
         top_p: choose among the fewest that together reach this probability. step: self.step,
         compiled. Raises ValueError for options that make no sense.
-
-        A step of softmax reads its whole cache. For a text that will be shorter than block_size,
-        first set block.attn.room of all blocks to its length.
         """
         if not temperature >= 0:
             raise ValueError(f"temperature must be 0 or more, not {temperature}")
@@ -661,12 +779,13 @@ class GPT(nn.Module):
 
     @torch.inference_mode()
     def _generate(self, idx, max_new_tokens, options, step):
-        # linear attention's state has room for any number of tokens
-        layer = self.blocks[0].attn
-        room = layer.room if isinstance(layer, Softmax) else math.inf
-        if idx.shape[1] > room:
+        # linear attention's state has room for any number of tokens. Softmax's cache gets as much
+        # as the whole text needs, and a block at the most
+        room = math.inf
+        if isinstance(self.blocks[0].attn, Softmax):
+            room = min(self.config.block_size, idx.shape[1] + max_new_tokens)
             idx = idx[:, -room:]
-        logits, state = self.prefill(idx)
+        logits, state = self.prefill(idx, room)
         tokens = list(idx.split(1, dim=1))  # all that the state stands for, (B, 1) each
         for made in range(1, max_new_tokens + 1):
             token = next_token(logits[:, -1], **options)  # (B, 1)
@@ -681,7 +800,7 @@ class GPT(nn.Module):
                 # drop the keys of the oldest tokens: the keys that deeper layers computed for later
                 # tokens depend on them, too
                 tokens = tokens[-max(1, room // 2) :]
-                logits, state = self.prefill(torch.cat(tokens, dim=1))
+                logits, state = self.prefill(torch.cat(tokens, dim=1), room)
             else:
                 logits = step(token, state)
 
@@ -690,75 +809,71 @@ class GPT(nn.Module):
 
         If the program is killed at any point, the file at path is the old one or the whole new one.
         """
+        temporary = Path(f"{path}.tmp")
         content = dict(config=asdict(self.config), model=self.state_dict(), **extra)
         try:
-            with open(f"{path}.tmp", "wb") as f:
+            with open(temporary, "wb") as f:
                 torch.save(content, f)
                 f.flush()
                 os.fsync(f.fileno())
-            os.replace(f"{path}.tmp", path)
-        except RuntimeError as e:  # this is how torch.save says that the disk is full
-            os.remove(f"{path}.tmp")
+            os.replace(temporary, path)
+        except (OSError, RuntimeError) as e:  # torch.save raises the latter when the disk is full
+            temporary.unlink(missing_ok=True)
             reason = str(e).splitlines()[0]
             raise OSError(f"{path} could not be written, is the disk full? ({reason})") from None
 
     @classmethod
-    def load(cls, path, device="cpu"):
+    def load(cls, path, device="cpu", **overrides):
         """The model that save() wrote, on device. Whatever was saved with it is in its .extra.
 
-        Runs no code from the file. Raises OSError for a file that can't be read, and ValueError for
-        one that is damaged, or not ours, or holds a model that this file does not know.
+        overrides: settings that leave the function as it is, like flash or kernel. Runs no code
+        from the file. Raises OSError for a file that can't be read, and ValueError for one that is
+        damaged, or not ours, or holds a model that this file can't build.
         """
         open(path, "rb").close()  # an OSError for a file that is missing or not readable
         try:
             if zipfile.ZipFile(path).testzip() is not None:
                 raise ValueError("a checksum is wrong")
             extra = torch.load(path, map_location="cpu", weights_only=True)
-            settings = dict(extra.pop("config"))
-            weights = dict(extra.pop("model"))
-        except Exception as e:  # a dozen classes of errors, depending on which byte is wrong
-            reason = f"{path} is damaged, or no checkpoint of this project: {e!r:.120}"
-            raise ValueError(reason) from None
-        try:
+            settings = extra.pop("config") | overrides
+            weights = extra.pop("model")
             model = cls(GPTConfig(**settings), seed=None)
-        except (TypeError, ValueError) as e:  # an arm or a setting from another file or version
-            raise ValueError(f"{path} holds a model that model.py can't build: {e}") from None
-        try:
-            model.load_state_dict(weights, assign=True)
-        except RuntimeError as e:
+            model.load_state_dict(weights)
+            if not all(p.isfinite().all() for p in model.parameters()):
+                raise ValueError("some weights are not finite")
+        except Exception as e:  # a dozen classes of errors, depending on what is wrong
             reason = " ".join(str(e).split())
-            raise ValueError(f"{path}: the weights don't fit the model: {reason:.120}") from None
-        if not all(p.isfinite().all() for p in model.parameters()):
-            raise ValueError(f"{path} has weights that are not finite")
+            raise ValueError(f"{path} is no model that model.py can load: {reason:.160}") from None
         model.extra = extra
         return model.to(device)
 
 
-def draw_parameter(name, shape, config, seed):
-    """The first value of a parameter: a constant, or N(0, std).
+@torch.no_grad()
+def draw_parameters(model, seed):
+    """Give the parameters that model.py knows by name their first values: a constant, or N(0, std).
 
-    Each parameter has a random generator of its own, seeded by the seed and its name. So a
-    parameter that two arms share starts with the same bits in both.
+    Each has a random generator of its own, seeded by the seed and its name. So a parameter that two
+    arms share starts with the same bits in both. Other parameters keep what their class gave them.
     """
-    kind = name.removesuffix(".weight").split(".")[-1]  # like "q_proj", "lambda_q1", "norm1"
-    if kind == "subln":
-        return torch.full(shape, config.subln_init)
-    if kind in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
-        std = 0.1
-    elif len(shape) == 1:  # the weight of a norm
-        return torch.ones(shape)
-    elif kind == "wte" and config.embd_init is not None:
-        std = config.embd_init
-    else:
-        # what PyTorch gives nn.Linear. With 768 inputs it is GPT-2's 0.02. With 128 inputs 0.02
-        # would be too small: the scores would start near 0, and every map flat
-        fan_in = shape[-1]
-        std = 1 / math.sqrt(3 * fan_in)
-    if kind in ("out_proj", "down_proj"):  # these add up in the residual stream, as in GPT-2
-        std /= math.sqrt(2 * config.n_layer)
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
-    return torch.randn(shape, generator=generator) * std
+    config = model.config
+    for name, p in model.named_parameters():
+        kind = name.removesuffix(".weight").split(".")[-1]  # like "q_proj", "lambda_q1", "norm1"
+        if kind in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+            std = 0.1
+        elif kind == "wte" and config.embd_init is not None:
+            std = config.embd_init
+        elif kind == "wte" or kind.endswith("_proj"):
+            # what PyTorch gives nn.Linear. With 768 inputs it is GPT-2's 0.02. With 128 inputs 0.02
+            # would be too small: the scores would start near 0, and every map flat
+            fan_in = p.shape[-1]
+            std = 1 / math.sqrt(3 * fan_in)
+        else:  # the weight of a norm, which has its constant already, or what is not ours
+            continue
+        if kind in ("out_proj", "down_proj"):  # these add up in the residual stream, as in GPT-2
+            std /= math.sqrt(2 * config.n_layer)
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
+        p.copy_(torch.randn(p.shape, generator=generator) * std)
 
 
 def next_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
@@ -790,163 +905,90 @@ def draw(probs, generator):
     return (probs / noise).argmax(-1, keepdim=True)
 
 
-class Kernel(NamedTuple):
-    """A way to compute softmax's fast form with PyTorch's scaled_dot_product_attention."""
-
-    backends: list  # of scaled_dot_product_attention. It takes the first that can
-    shares_v: bool  # the heads 2n and 2n+1 of q can read head n of v. Else v has to be copied
-    equal_widths: bool  # it wants d = d_v
+@torch.compiler.assume_constant_result
+def on_hopper(device_type):
+    """Whether the GPU is an H100 or H200."""
+    return device_type == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 
 
-# The backend MATH is in none of them: it holds the whole map, which is slow, and PyTorch would fall
-# back to it without saying so.
-KERNELS = {
-    "sdpa": Kernel(
-        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
-        shares_v=False,
-        equal_widths=True,
-    ),
-    "cudnn": Kernel([SDPBackend.CUDNN_ATTENTION], shares_v=True, equal_widths=False),
-    "efficient": Kernel([SDPBackend.EFFICIENT_ATTENTION], shares_v=False, equal_widths=False),
-    "flash_attn": None,  # not PyTorch's, see flash_attention
-}
-
-
-def softmax_attention(q, k, v, rate, name):
-    """softmax(q k^T / sqrt(d) + log D) v, (B, H, T, d_v), in the kernel of that name.
+def fused_attention(q, k, v, rate):
+    """softmax(q k^T / sqrt(d) + log D) v without the map, by PyTorch. Returns (B, H, T, d_v).
 
     q, k (B, H, T, d), v (B, h, T, d_v). rate is -log gamma, (H, 1, 1), or None without decay. With
-    decay, only flash_attn needs no D in memory. The other kernels read log D from a matrix of H T^2
-    numbers in every layer: for 12 heads in bf16 25 MB at T = 1,024 and 6.4 GB at T = 16,384. On
-    CUDA PyTorch's flash kernel can't read this matrix, so "sdpa" takes the memory-efficient one.
+    decay, log D is a matrix in memory of H T^2 numbers: for 12 heads in bf16 25 MB at T = 1,024 and
+    6.4 GB at T = 16,384. Raises ValueError where no fused kernel runs.
     """
     T, d = q.shape[2:]
-    d_v = v.shape[-1]
-    if name == "flash_attn":
-        return flash_attention(q, k, v, rate)
-    if name == "cudnn" and T == 1:
-        name = "sdpa"  # cudnn refuses a single token
-
-    kernel = KERNELS[name]
-    if v.shape[1] < q.shape[1] and not kernel.shares_v:
-        v = v.repeat_interleave(2, dim=1)  # (B, H, T, d_v): a copy for each branch of a head
-    if d_v > d and kernel.equal_widths:  # zeros change no product
-        q = F.pad(q, (0, d_v - d))
-        k = F.pad(k, (0, d_v - d))
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # (B, H, T, d_v): a copy a branch
+    # MATH is in neither list. It would hold the whole map, and PyTorch would take it in silence
+    if on_hopper(q.device.type):
+        # both take d_v = 2d as it is
+        backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    else:
+        backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+        q, k = pad_to(v.shape[-1], q, k)
     log_D = None
     if rate is not None:
         log_D = log_mask(rate, distances(T, q.device)).to(q.dtype)[None]  # (1, H, T, T)
-    with sdpa_kernel(kernel.backends):
-        return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=log_D,
-            is_causal=log_D is None,
-            scale=d**-0.5,
-            # heads of q share a head of v. PyTorch documents it for heads of k and v alike, and
-            # pick_kernel tries whether the kernel does it for v alone
-            enable_gqa=v.shape[1] < q.shape[1],
-        )
+    try:
+        with sdpa_kernel(backends, set_priority=True):
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=log_D, is_causal=log_D is None, scale=d**-0.5
+            )
+    except RuntimeError as e:
+        if not str(e).startswith(("No available kernel", "No viable backend")):  # CUDA's, the CPU's
+            raise
+        what = f"{q.dtype} heads of {d} channels on {q.device.type}"
+        raise ValueError(f"no fused kernel for {what}: use --no-flash, the map form") from e
+
+
+def pad_to(width, *tensors):
+    """The tensors with zeros up to that many channels. Zeros change no product q . k."""
+    return [F.pad(x, (0, width - x.shape[-1])) for x in tensors]
 
 
 def flash_attention(q, k, v, rate):
-    """softmax_attention by flash-attn 4, or by flash-attn 2 if that is missing or there is decay.
-
-    Not yet run on a GPU. Tests run it with stand-ins for both packages.
-    """
-    v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, T, H, d)
-    d = q.shape[-1]
+    """fused_attention by the package flash-attn, which needs no D in memory. Not yet measured."""
     try:
-        from flash_attn.cute import flash_attn_func as flash_attn_4
+        from flash_attn import flash_attn_func
     except ImportError:
-        flash_attn_4 = None
-    if flash_attn_4 is not None and rate is None:
-        y, _ = flash_attn_4(q, k, v, softmax_scale=d**-0.5, causal=True)  # on Hopper d_v may be 2d
-        return y.transpose(1, 2)
-
-    from flash_attn import flash_attn_func as flash_attn_2
-
+        message = "--kernel=flash_attn needs the package flash-attn, see requirements.txt"
+        raise ValueError(message) from None
+    d = q.shape[-1]
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    q, k = pad_to(v.shape[-1], q, k)
     # ALiBi (2108.12409) adds the same log D = -rate (i - j) to the scores. Its slopes are our rates
     slopes = None if rate is None else rate.flatten().float()
-    parts = []
-    # it wants d_v = d. So V goes in two halves, like in the paper's FlashDiffAttn_2
-    for part in v.split(d, dim=-1):
-        y = flash_attn_2(q, k, part, softmax_scale=d**-0.5, causal=True, alibi_slopes=slopes)
-        parts.append(y)
-    return torch.cat(parts, dim=-1).transpose(1, 2)
+    y = flash_attn_func(
+        q.transpose(1, 2),  # (B, T, H, d_v), like k and v
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        softmax_scale=d**-0.5,
+        causal=True,
+        alibi_slopes=slopes,
+    )
+    return y.transpose(1, 2)
 
 
-def pick_kernel(model, name="auto", dtype=torch.float32):
-    """Choose one of KERNELS for the softmax arms' fast form, and set it in all layers.
-
-    Each is tried on random tokens and must give what the map gives, gradients too. "auto" takes the
-    first of PyTorch's kernels that does. With a name that kernel alone is tried. Returns the name
-    of the kernel, and why a faster one was not taken. For a model that uses no kernel it returns
-    None and "". Raises ValueError if no kernel works, with the reasons, and if a name is given for
-    a model that uses none.
-    """
-    if name not in ("auto", *KERNELS):
-        raise ValueError(f"kernel must be auto or one of {', '.join(KERNELS)}, not {name!r}")
-    layers = [block.attn for block in model.blocks]
-    device = model.wte.weight.device
-    if not isinstance(layers[0], Softmax) or not layers[0].flash:
-        if name != "auto":
-            raise ValueError(f"kernel {name} would not be used: only softmax's fast form has one")
-        return None, ""
-
-    # the fastest first
-    if device.type == "cuda" and dtype == torch.float32:
-        names = ["efficient", "sdpa"]  # flash kernels take 16 bits only
-    elif device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
-        names = ["cudnn", "sdpa", "efficient"]  # on Hopper. On other cards cudnn is no faster
-    else:
-        names = ["sdpa", "efficient"]
-    reasons = []
-    for kernel in names if name == "auto" else [name]:
-        for layer in layers:
-            layer.kernel = kernel
-        try:
-            error = kernel_error(layers[0], device, dtype)
-        except (RuntimeError, ImportError, AssertionError) as e:
-            first_line = str(e).split("\n")[0]
-            reasons.append(f"kernel {kernel} can't run on {device}: {first_line}")
-            continue
-        if error < 0.05:  # bf16 alone makes less than 0.03. A NaN is not below it
-            return kernel, "; ".join(reasons)
-        reasons.append(f"kernel {kernel} can't be used: its result differs from the map's")
-    raise ValueError("; ".join(reasons) + ". The map form (flash off) needs no kernel")
-
-
-def kernel_error(layer, device, dtype):
-    """The relative error of a layer's fast form against its map: output or gradient, the worst."""
-    T = 130  # not a multiple of any kernel's tile
-    generator = torch.Generator(device).manual_seed(0)
-    like_weights = dict(device=device, dtype=layer.q_proj.weight.dtype)
-    x = torch.randn(1, T, layer.config.n_embd, generator=generator, **like_weights)
-    rope = layer.rope_from_0(x)
-    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-        with torch.no_grad():
-            q, k, v, lam = layer.project(x)
-        inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
-        fast = layer.fast(q, k, v, lam, rope)
-        by_map = layer.attention_map(q, k, lam, rope).to(v.dtype) @ v
-    fast_gradients = torch.autograd.grad(upcast(fast).square().sum(), inputs)
-    map_gradients = torch.autograd.grad(upcast(by_map).square().sum(), inputs)
-    errors = []
-    for a, b in zip([fast, *fast_gradients], [by_map, *map_gradients]):
-        errors.append((upcast(a) - upcast(b)).norm() / upcast(b).norm())
-    return torch.stack(errors).max().item()  # NaN if one is NaN
-
-
-def open_device(name):
-    """The device of that name. Raises ValueError if it can't be used."""
+def pick_device(name=None):
+    """The device of that name, by default a GPU where there is one. ValueError if it can't work."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.zeros(1, device=name).device
-    except (RuntimeError, AssertionError) as e:
+        one = torch.ones(1, device=name)
+        one.item()  # "meta" is a device without values
+        return one.device
+    except (RuntimeError, AssertionError, NotImplementedError) as e:
         first_line = str(e).split("\n")[0]
         raise ValueError(f"can't use the device {name}: {first_line}") from None
+
+
+def pick_dtype(device, name=None):
+    """The precision of the matmuls: name, or else bfloat16 where the card has it, and float32."""
+    if name is not None:
+        return name
+    # cards older than Ampere only emulate bf16
+    bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bfloat16" if bf16 else "float32"
 
 
 def round_to_bf16(model):
@@ -957,25 +999,34 @@ def round_to_bf16(model):
 
 
 def demo():
-    """For each arm: how well its three forms agree in float64, and its first head's map."""
-    x = torch.randn(1, 200, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for attn in ATTENTION:
-        model = GPT(GPTConfig(attn=attn, n_layer=1, n_head=4, n_embd=64)).double()
-        layer = model.blocks[0].attn
-        fast = layer(x)
+    """The tutorial's example in numbers, and for each arm how well its three forms agree."""
+    A_1 = F.softmax(torch.tensor([1.0, 2.0, 1.0, 1.0, 1.0]), dim=-1)
+    A_2 = F.softmax(torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0]), dim=-1)
+    U = torch.full((5,), 1 / 5)
+    print("what the last of five tokens takes from each. Only the second one matters")
+    rows = {"A_1": A_1, "A_2": A_2, "A_1 - 0.6 A_2": A_1 - 0.6 * A_2}
+    rows |= {"U, the average": U, "A_1 - 0.7 U": A_1 - 0.7 * U}
+    for name, row in rows.items():
+        share = row[1].abs() / row.abs().sum()
+        numbers = "".join(f"{a:7.2f}" for a in row)
+        print(f"{name:16}{numbers}   the second one has {share:.0%} of the weight")
 
+    x = torch.randn(1, 200, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    print("\nthe largest difference between the three forms, in float64")
+    arms = [dict(attn=attn) for attn in ATTENTION]
+    arms += [dict(attn=attn, minus_average=True) for attn in ("softmax", "linear")]
+    for arm in arms:
+        model = GPT(GPTConfig(n_layer=1, n_head=4, n_embd=64, **arm)).double()
+        by_map = GPT(GPTConfig(n_layer=1, n_head=4, n_embd=64, flash=False, **arm)).double()
+        fast = model.blocks[0].attn(x)
+        map_error = (fast - by_map.blocks[0].attn(x)).abs().max()
         state = {}
         steps = []
         for t in range(200):
-            steps.append(layer(x[:, t : t + 1], model.rope_from(t, 1), state))
-
-        layer.flash = False
-        by_map = layer(x)
-        map_error = (fast - by_map).abs().max()
+            steps.append(model.blocks[0].attn(x[:, t : t + 1], model.rope_from(t, 1), state))
         step_error = (fast - torch.cat(steps, dim=1)).abs().max()
-        print(f"\n{attn}: max |fast - map| {map_error:.0e}, max |fast - steps| {step_error:.0e}")
-        for row in layer.map(x[:, :4])[0, 0]:
-            print("".join(f"{a:7.2f}" for a in row), f"   sum {row.sum():.2f}")
+        name = arm["attn"] + (" minus the average" if "minus_average" in arm else "")
+        print(f"{name:26} |fast - map| {map_error:.0e}   |fast - steps| {step_error:.0e}")
 
 
 if __name__ == "__main__":
