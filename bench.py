@@ -294,7 +294,7 @@ def timing_table(timings, first):
             row[f"spread of × {first}"] = quartiles(ratio)
         for fact in ("MFU", "peak GiB", "bytes of state"):
             if fact in group and group[fact].notna().any():
-                row[fact] = group[fact].iloc[0] if fact != "MFU" else group[fact].median()
+                row[fact] = group[fact].median()
         rows.append(row)
     table = pd.DataFrame(rows)
     if "error" in timings:
