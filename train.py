@@ -72,6 +72,12 @@ def number(text):
     return value
 
 
+def above_0(text):
+    if number(text) == 0:
+        raise argparse.ArgumentTypeError("must be above 0")
+    return number(text)
+
+
 def positive(text):
     if count(text) == 0:
         raise argparse.ArgumentTypeError("must be at least 1, not 0")
@@ -176,17 +182,19 @@ class Config:
     lambda_init: float | None = flag(None, "of all layers (0.8 - 0.6 exp(-0.3 l) in layer l)")
     decay: bool = flag(False, "heads forget, each at a rate of its own")
     minus_average: bool = flag(False, "subtract lambda times the average map, with one map only")
-    embd_init: float | None = flag(None, "first std of the embedding (1 / sqrt(3 n_embd))")
+    embd_init: float | None = flag(
+        None, "first std of the embedding (1 / sqrt(3 n_embd))", type=above_0
+    )
 
     # the optimization
     batch_size: int = flag(8, "sequences per micro-step of one process, at most")
     total_batch: int | None = flag(None, "tokens per step; in toy batch_size x block_size")
     steps: int = flag(500, "optimizer steps, if there is no --tokens")
     tokens: int | None = flag(None, "tokens to train on, in the place of --steps")
-    lr: float = flag(2e-3, "peak learning rate, one or a list", many=True)
+    lr: float = flag(2e-3, "peak learning rate, one or a list", type=above_0, many=True)
     warmup: int = flag(50, "steps in which the rate rises, before it falls to 0", type=count)
     weight_decay: float = flag(0.1, "AdamW's weight decay, on matrices only")
-    grad_clip: float = flag(1.0, "largest gradient norm")
+    grad_clip: float = flag(1.0, "largest gradient norm", type=above_0)
     seed: int = flag(1337, "of weights and data order, one or a list", type=count, many=True)
 
     # watching and saving
@@ -844,5 +852,11 @@ def main(argv=None):
     return losses
 
 
+def run():
+    """The program: it fails if a run diverged."""
+    if math.inf in main():
+        sys.exit(1)  # the reason is printed already
+
+
 if __name__ == "__main__":
-    cli(main)
+    cli(run)

@@ -327,8 +327,7 @@ def draw_outliers(size_rows, runs):
     costs["bits"] = costs["bits"].str.split().str[0].astype(int)
     report.lines(right, costs, "bits", "cost", each="seed")
     right.set(xlabel="bits of a score", ylabel="loss above exact, nats", xticks=BITS, yscale="log")
-    right.legend()
-    return figure
+    return figure  # the colours on the right are those of the left
 
 
 # the command line
