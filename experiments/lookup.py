@@ -618,8 +618,9 @@ def publish(args):
         found = reported(rows, task, arms)
         if not found:
             continue
-        if task == Task():
-            tables["Primary contrasts"] = contrast_table(found)
+        contrasts = contrast_table(found)
+        if len(contrasts) > 0:
+            tables[f"{heading}: the three contrasts"] = contrasts
         tables[f"{heading}: right answers, %, by the crowd m"] = accuracy_table(found)
         tables[f"{heading}: the same without the crowd's pairs"] = accuracy_table(
             found, "accuracy_hidden"
