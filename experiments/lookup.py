@@ -636,8 +636,12 @@ def publish(args):
     softmax = reported(rows, Task(tau=2.0, heads=1, steps=1500), SOFTMAX)
     linear = reported(rows, Task(), LINEAR) or reported(rows, Task(steps=2000), LINEAR)
     figure = crowd_figure(softmax, linear)
-    report.publish(args.publish, "lookup", "The look-up", tables, rows, conditions, figure)
-    law_figure(rows).savefig(args.publish / "law.png")
+    command = "python -m experiments.lookup publish"
+    report.publish(
+        args.publish, "lookup", "The look-up", tables, rows, conditions, figure, command
+    )
+    if any(row["tau"] not in (None, 2.0) for row in rows):  # else it would show a single cap
+        law_figure(rows).savefig(args.publish / "law.png")
     models = {}
     for arm, of_arm in softmax.items():
         settings = {name: of_arm[0][name] for name in (*TASK_FIELDS, "lr", "seed")}
