@@ -5,38 +5,80 @@ Text to token shards: FineWeb-Edu, or any text of yours. data.py describes the f
     python prepare_fineweb.py --pretokenized    # ready shards from the hub: minutes, not an hour
     python prepare_fineweb.py --source=novel.txt --out=data/novel --val_tokens=1e5
 
-The first shard is val, the others are train. Stop it whenever you like: the same command resumes
-after the last whole shard, and ends in the same bytes.
+The first shard is val, the others are train. Each ends with a whole document. Stop it whenever you
+like: the same command goes on after the last whole shard, and ends in the same bytes.
 """
 import argparse
 import json
 import logging
-import math
 import os
 import sys
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from data import HEADER, MAGIC, SHARDS, VERSION, get_tokenizer, load_manifest, lock, read_shard
-from flags import positive_int
+from data import HEADER, MAGIC, SHARDS, VERSION, count, get_tokenizer, read_manifest, read_shard
 
 ROWS = 64  # documents that a thread tokenizes at a time
+TEXTS = (".txt", ".json", ".jsonl", ".jsonl.gz", ".parquet", ".csv")  # files that hold documents
 worker = threading.local()
 
 
+def parse(argv):
+    p = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    p.add_argument("--source",
+                   help="dataset of the hub, a folder like one, or a .parquet, .jsonl, .jsonl.gz "
+                        "or .txt file (one document); default: HuggingFaceFW/fineweb-edu")
+    p.add_argument("--name", help="config of the dataset; default: sample-10BT of fineweb-edu")
+    p.add_argument("--out", type=Path, default=SHARDS,
+                   help="folder for the shards; default: %(default)s")
+    p.add_argument("--tokens", type=count,
+                   help="stop with the document that reaches so many, val included; default: all")
+    p.add_argument("--shard_tokens", type=count, default=100_000_000,
+                   help="a shard ends with the document that reaches so many; default: 1e8")
+    p.add_argument("--val_tokens", type=count,
+                   help="the same of the first shard, which is val; default: --shard_tokens")
+    p.add_argument("--pretokenized", action="store_true",
+                   help="fetch whole shards from the hub; default --source: kjj0/finewebedu10B-gpt2")
+    args = p.parse_args(argv)
+    if args.source is None and args.pretokenized:
+        args.source = "kjj0/finewebedu10B-gpt2"
+    elif args.source is None:
+        args.source = "HuggingFaceFW/fineweb-edu"
+        args.name = args.name or "sample-10BT"
+    if args.val_tokens is None:
+        args.val_tokens = args.shard_tokens
+    for flag in ("tokens", "shard_tokens", "val_tokens"):
+        if getattr(args, flag) == 0:
+            p.error(f"argument --{flag}: it must be 1 or more")
+    if max(args.shard_tokens, args.val_tokens) > 2e9:
+        p.error("argument --shard_tokens: 2e9 at most, since a shard counts them in an int32")
+    return args
+
+
+# -----------------------------------------------------------------------------
+# the source
+
+
 def open_source(args):
-    """The source, as a dataset that streams documents with a column "text"."""
+    """The source as a stream of rows with a column "text", and the list of the files behind it."""
     os.environ["USE_TORCH"] = "0"  # or datasets imports torch: 0.2 GB for nothing
     from datasets import IterableDataset, load_dataset_builder
     from pyarrow.dataset import ParquetFragmentScanOptions
 
     if args.source.endswith(".txt"):
-        return IterableDataset.from_generator(read_txt, gen_kwargs={"path": args.source})
+        dataset = IterableDataset.from_generator(read_txt, gen_kwargs={"path": args.source})
+        return dataset, [describe_file(args.source)]
     if args.source.endswith(".parquet"):
         builder = load_dataset_builder("parquet", data_files=args.source)
     elif args.source.endswith((".jsonl", ".jsonl.gz")):
@@ -51,94 +93,68 @@ def open_source(args):
     dataset = builder.as_streaming_dataset("train")
     if "text" not in dataset.column_names:
         raise ValueError("there is no column text")
-    return dataset
+    files = [describe_file(path) for path in builder.config.data_files["train"]]
+    if os.path.isdir(args.source) and args.name is None:
+        # the library takes one kind of file from a folder, and is silent about the others
+        taken = {os.path.realpath(path) for path, _, _ in files}
+        for path in Path(args.source).rglob("*"):
+            if path.name.endswith(TEXTS) and os.path.realpath(path) not in taken:
+                raise ValueError(f"{path} would be left out: keep one kind of file in a folder")
+    return dataset, files
 
 
 def read_txt(path):
     yield {"text": Path(path).read_bytes().decode()}  # read_text would change the ends of lines
 
 
-def start_worker(name):
+def describe_file(path):
+    """[path, bytes, time of the last change]. Of a file on the hub the path names the commit."""
+    if not os.path.exists(path):
+        return [str(path), None, None]
+    about = os.stat(path)
+    return [str(path), about.st_size, about.st_mtime_ns]
+
+
+# -----------------------------------------------------------------------------
+# tokens
+
+
+def start_worker():
     # each thread has a tokenizer of its own, because on a shared one they wait for one another
-    worker.tokenizer = get_tokenizer(name)
+    worker.tokenizer = get_tokenizer("gpt2")
 
 
 def encode(texts):
-    """The tokens of some documents in one array, each after <|endoftext|>."""
-    pieces = []
+    """The tokens of each document, after <|endoftext|>."""
+    documents = []
     for text in texts:
-        pieces.append(np.array([worker.tokenizer.eot_token], "u4"))
-        pieces.append(worker.tokenizer.encode_to_numpy(text, disallowed_special=()))
-    return np.concatenate(pieces).astype("<u2")
+        tokens = worker.tokenizer.encode_to_numpy(text, disallowed_special=())
+        documents.append(np.insert(tokens, 0, worker.tokenizer.eot_token).astype("<u2"))
+    return documents
 
 
-def tokenize(dataset, args):
-    """The tokens of the dataset in its order, an array for every ROWS documents."""
+def tokenize(dataset):
+    """Yields (state of the dataset before these documents, their tokens), ROWS at a time."""
+    rows = iter(dataset)
     pending = deque()
+    threads = os.cpu_count()
+    get_tokenizer("gpt2")  # where there is no network, it fails here and says why
     # threads suffice, because tiktoken releases Python's lock while it works
-    pool = ThreadPoolExecutor(args.procs, initializer=start_worker, initargs=[args.tokenizer])
-    with pool:
-        for batch in dataset.iter(ROWS):
-            pending.append(pool.submit(encode, batch["text"]))
-            if len(pending) > 2 * args.procs:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+    with ThreadPoolExecutor(threads, initializer=start_worker) as pool:
+        while True:
+            state = dataset.state_dict()
+            texts = [row["text"] for row in islice(rows, ROWS)]
+            if texts:
+                pending.append((state, pool.submit(encode, texts)))
+            if not pending:
+                return
+            if not texts or len(pending) > 2 * threads:
+                state, future = pending.popleft()
+                yield state, future.result()
 
 
-class TokenStream:
-    """Arrays of tokens, which one reads like a file."""
-
-    def __init__(self, batches):
-        self.batches = batches
-        self.rest = np.empty(0, "<u2")
-
-    def read(self, n):
-        """The next tokens, n at most; none at the end."""
-        if len(self.rest) == 0:
-            self.rest = next(self.batches, self.rest)
-        part = self.rest[:n]
-        self.rest = self.rest[n:]
-        return part
-
-
-def write_shard(path, size, stream, eot, bar):
-    """Writes the next tokens, at most size. Returns their number, and that of the documents that
-        begin there."""
-    tokens = 0
-    documents = 0
-    with open(path, "wb") as f:
-        f.seek(4 * HEADER)
-        while tokens < size:
-            part = stream.read(size - tokens)
-            if len(part) == 0:
-                break
-            f.write(part)
-            bar.update(len(part))
-            tokens += len(part)
-            documents += int(np.count_nonzero(part == eot))
-        header = np.zeros(HEADER, "<i4")
-        header[:3] = MAGIC, VERSION, tokens
-        f.seek(0)
-        f.write(header)
-    return tokens, documents
-
-
-def shard_size(args, number):
-    return args.val_tokens if number == 0 else args.shard_tokens
-
-
-def last_document(out, shards, eot):
-    """What the shards hold of the document that they end in. It may be longer than a shard."""
-    pieces = []
-    for shard in reversed(shards):
-        tokens = read_shard(out / shard["file"])
-        starts = np.flatnonzero(tokens == eot)
-        if len(starts) > 0:
-            pieces.append(tokens[starts[-1] :])
-            break
-        pieces.append(tokens)
-    return np.concatenate(pieces[::-1])
+# -----------------------------------------------------------------------------
+# shards
 
 
 def save_manifest(out, manifest):
@@ -146,87 +162,102 @@ def save_manifest(out, manifest):
     os.replace(out / "manifest.tmp", out / "manifest.json")
 
 
-def write_shards(args, manifest, bar):
+def begin_shard(path):
+    f = open(path, "wb")
+    f.write(bytes(4 * HEADER))  # the header comes last, when the tokens have been counted
+    return f
+
+
+def end_shard(f, tokens, path):
+    """Write the header of the open file f, and give it its name."""
+    header = np.zeros(HEADER, "<i4")
+    header[:3] = [MAGIC, VERSION, tokens]
+    f.seek(0)
+    f.write(header)
+    f.flush()
+    os.fsync(f.fileno())
+    f.close()
+    os.replace(f.name, path)
+
+
+def write_shards(args, manifest, dataset, bar):
     """Makes the shards that the manifest does not list yet."""
     shards = manifest["shards"]
-    eot = get_tokenizer(args.tokenizer).eot_token
-    dataset = open_source(args)
+    skip = 0
     if shards:
-        # skip() reads the source from its beginning. that takes minutes, where tokenizing took an
-        # hour. the last document may be cut, so we tokenize it again, and pass over the part of it
-        # that is written already
-        documents = sum(shard["documents"] for shard in shards)
-        stream = TokenStream(tokenize(dataset.skip(documents - 1), args))
-        written = last_document(args.out, shards, eot)
-        if not np.array_equal(stream.read(len(written)), written):
-            raise ValueError("the source has changed since it was begun: choose another --out")
+        # the threads had read ahead. So what was saved is where the batch of documents began in
+        # which the last shard ended, and how many of that batch are written
+        dataset.load_state_dict(manifest["stream"])
+        skip = manifest["written"]
+    done = sum(shards.values())
+    tokens = 0  # in the shard that is being written
+    has_text = False
+    f = begin_shard(args.out / "shard.tmp")
+    for state, documents in tokenize(dataset):
+        for number, document in enumerate(documents):
+            if number < skip:
+                continue
+            f.write(document)
+            tokens += len(document)
+            has_text = has_text or len(document) > 1  # more than <|endoftext|>
+            bar.update(len(document))
+            enough = args.tokens is not None and done + tokens >= args.tokens
+            if enough or tokens >= (args.shard_tokens if shards else args.val_tokens):
+                done += tokens
+                # a shard gets its name when it is whole, and then its line in the manifest. If we
+                # are killed in between, it is written again
+                name = shard_name(shards)
+                end_shard(f, tokens, args.out / name)
+                shards[name] = tokens
+                manifest |= dict(stream=state, written=number + 1, finished=enough)
+                save_manifest(args.out, manifest)
+                if enough:
+                    return
+                tokens = 0
+                f = begin_shard(args.out / "shard.tmp")
+        skip = 0
+
+    # the source has ended
+    if not shards and not has_text:
+        raise ValueError("there is no text in it")
+    if tokens > 0:
+        name = shard_name(shards)
+        end_shard(f, tokens, args.out / name)
+        shards[name] = tokens
     else:
-        stream = TokenStream(tokenize(dataset, args))
-        save_manifest(args.out, manifest)  # says whose the shards are, before there is one
-
-    done = sum(shard["tokens"] for shard in shards)
-    while not manifest["source_ended"] and done < args.tokens:
-        size = min(shard_size(args, len(shards)), args.tokens - done)
-        tokens, documents = write_shard(args.out / "shard.tmp", size, stream, eot, bar)
-        if tokens < size:
-            manifest["source_ended"] = True
-            if tokens == documents and not shards:  # nothing but an end of text for each
-                raise ValueError("there is no text in it")
-        if tokens > 0:
-            # a shard gets its name when it is whole, and then its line in the manifest. if we are
-            # killed in between, it is written again
-            name = f"finewebedu_{'train' if shards else 'val'}_{len(shards):06d}.bin"
-            os.replace(args.out / "shard.tmp", args.out / name)
-            shards.append({"file": name, "documents": documents, "tokens": tokens})
-            bar.write(f"{name}: {documents:,} documents, {tokens:,} tokens")
-        save_manifest(args.out, manifest)
-        done += tokens
+        f.close()
+        os.remove(f.name)
+    save_manifest(args.out, manifest | dict(finished=True))
 
 
-def prepare(args):
-    """Brings the folder args.out from what it holds to what the flags ask for."""
-    manifest = load_manifest(args.out)
+def shard_name(shards):
+    return f"finewebedu_{'train' if shards else 'val'}_{len(shards):06d}.bin"
+
+
+def prepare(args, manifest):
+    """Tokenizes the source, from where it stopped."""
     shards = manifest["shards"]
-    if "source" not in manifest and any(args.out.glob("*.bin")):
-        raise ValueError("the folder has shards from elsewhere: choose another --out")
-    binding = ("source", "name", "tokenizer", "shard_tokens", "val_tokens")
-    if not shards:  # then nothing binds us
-        manifest = {key: getattr(args, key) for key in binding}
-        manifest |= {"source_ended": False, "shards": shards}
-    for key in binding:
-        before = manifest[key]
-        now = getattr(args, key)
-        if before != now:
-            raise ValueError(f"the folder has {key} {before}, not {now}: choose another --out")
-
-    done = sum(shard["tokens"] for shard in shards)
-    if done > args.tokens:
-        problem = f"the folder has {done:,} tokens, not {args.tokens:,}"
-        raise ValueError(f"{problem}: choose another --out")
-    finished = manifest["source_ended"] or done == args.tokens
-    if shards and not finished and shards[-1]["tokens"] < shard_size(args, len(shards) - 1):
-        done -= shards.pop()["tokens"]  # a smaller --tokens had cut it short
-    for shard in shards:
-        if len(read_shard(args.out / shard["file"])) != shard["tokens"]:
-            raise ValueError(f"{shard['file']} is not the one that manifest.json lists")
-    if not finished:
-        total = None if args.tokens == math.inf else args.tokens
-        with tqdm(total=total, initial=done, unit=" tokens", unit_scale=True, disable=None) as bar:
-            write_shards(args, manifest, bar)
-
-    done = sum(shard["tokens"] for shard in shards)
-    print(f"{args.out}: {done:,} tokens in {len(shards)} shards")
+    for name, tokens in shards.items():
+        if len(read_shard(args.out / name)) != tokens:
+            raise ValueError(f"{name} is not the one that manifest.json lists")
+    dataset, files = open_source(args)
+    if manifest.setdefault("files", files) != files:
+        raise ValueError("the source has changed since it was begun: choose another --out")
+    save_manifest(args.out, manifest)  # says whose the shards are, before there is one
+    with tqdm(total=args.tokens, initial=sum(shards.values()), unit=" tokens", unit_scale=True,
+              disable=None) as bar:
+        write_shards(args, manifest, dataset, bar)
+    print(f"{args.out}: {sum(shards.values()):,} tokens in {len(shards)} shards")
     if len(shards) == 1:
         print("The only shard is val, so nothing is left to train on: choose a smaller "
               "--val_tokens and another --out.")
 
 
-def fetch(args):
-    """Fetches ready shards from the hub until there are --tokens. Those that are there stay."""
+def fetch(args, manifest):
+    """Fetches ready shards from the hub until there are --tokens."""
     from huggingface_hub import hf_hub_download, list_repo_files
 
-    if "source" in load_manifest(args.out):
-        raise ValueError("the folder has shards that were made here: choose another --out")
+    save_manifest(args.out, manifest)
     files = list_repo_files(args.source, repo_type="dataset")
     names = [name for name in files if name.endswith(".bin")]
     if not names:
@@ -234,63 +265,48 @@ def fetch(args):
     names.sort(key=lambda name: name[-10:])  # by number: 000000.bin is val
     tokens = 0
     for name in names:
-        if tokens < args.tokens:
+        if args.tokens is None or tokens < args.tokens:
             path = hf_hub_download(args.source, name, repo_type="dataset", local_dir=args.out)
             tokens += len(read_shard(path))
             print(f"{name}: {tokens:,} tokens so far")
+    save_manifest(args.out, manifest | dict(finished=True))
+
+
+def run(args):
+    """Brings the folder args.out from what it holds to what the flags ask for."""
+    settings = {name: value for name, value in vars(args).items() if name != "out"}
+    manifest = read_manifest(args.out)
+    if manifest is None:
+        if any(args.out.glob("*.bin")):
+            raise ValueError("the folder has shards from elsewhere: choose another --out")
+        manifest = dict(settings=settings, shards={}, finished=False)
+    for name, value in settings.items():
+        there = manifest["settings"].get(name)
+        if there != value:
+            raise ValueError(f"the folder has {name} {there}, not {value}: choose another --out")
+    if manifest["finished"]:
+        print(f"{args.out} is finished: delete it to begin anew")
+    elif args.pretokenized:
+        fetch(args, manifest)
+    else:
+        prepare(args, manifest)
 
 
 def main(argv=None):
-    description = "Text, or FineWeb-Edu, to token shards."
-    p = argparse.ArgumentParser(description=description, allow_abbrev=False)
-    p.add_argument("--source",
-                   help="dataset of the hub, a folder like one, or a .parquet, .jsonl, .jsonl.gz "
-                        "or .txt file (one document); default: HuggingFaceFW/fineweb-edu")
-    p.add_argument("--name",
-                   help="config of the dataset; default: sample-10BT, for the default source")
-    p.add_argument("--tokens", type=positive_int, default=math.inf,
-                   help="how many, val included; default: all")
-    p.add_argument("--pretokenized", action="store_true",
-                   help="fetch whole gpt2 shards from the hub")
-    p.add_argument("--out", type=Path, default=SHARDS,
-                   help="folder for the shards; default: %(default)s")
-    p.add_argument("--shard_tokens", type=positive_int, default=100_000_000,
-                   help="tokens a shard; default: 100e6")
-    p.add_argument("--val_tokens", type=positive_int,
-                   help="tokens of the first shard, which is val; default: as the others")
-    p.add_argument("--tokenizer", choices=["gpt2", "bytes"], default="gpt2",
-                   help="default: %(default)s")
-    p.add_argument("--procs", type=positive_int, default=os.cpu_count(),
-                   help="threads; default: one per core")
-    args = p.parse_args(argv)
-    if args.source is None and args.pretokenized:
-        args.source = "kjj0/finewebedu10B-gpt2"
-    elif args.source is None:
-        args.source = "HuggingFaceFW/fineweb-edu"
-        args.name = args.name or "sample-10BT"
-    if args.val_tokens is None:
-        args.val_tokens = args.shard_tokens
-    if args.pretokenized and args.tokenizer != "gpt2":
-        p.error("--pretokenized shards are in gpt2 tokens")
-    if max(args.shard_tokens, args.val_tokens) >= 2**31:
-        p.error("a shard has fewer than 2^31 tokens: its header counts them in an int32")
-
+    args = parse(argv)
     logging.disable()  # of the libraries' retries and errors: we print the one that ends the run
     args.out.mkdir(parents=True, exist_ok=True)
-    with open(args.out / ".lock", "w") as f:
-        lock(f, args.out)
-        try:
-            if args.pretokenized:
-                fetch(args)
-            else:
-                prepare(args)
-        except Exception as e:  # of many classes, where a file is broken or the network goes away
-            message = " ".join(str(e).split())
-            raise ValueError(f"{args.source} -> {args.out}: {message or type(e).__name__}") from e
+    try:
+        with FileLock(args.out / "lock", timeout=0):
+            run(args)
+    except Timeout:
+        raise ValueError(f"another process is writing to {args.out}") from None
+    except Exception as e:  # of many classes, where a file is broken or the network goes away
+        message = " ".join(str(e).split())
+        raise ValueError(f"{args.source} -> {args.out}: {message or type(e).__name__}") from e
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(line_buffering=True)  # a shard's line is seen when the shard is there
     try:
         main()
         status = 0
@@ -298,6 +314,7 @@ if __name__ == "__main__":
         print("prepare_fineweb.py:", e, file=sys.stderr)
         status = 1
     except KeyboardInterrupt:
-        print("prepare_fineweb.py: stopped, the same command resumes", file=sys.stderr)
-        status = 1
+        print("prepare_fineweb.py: stopped, the same command goes on", file=sys.stderr)
+        status = 130
+    sys.stdout.flush()
     os._exit(status)  # pyarrow's threads can hang or abort a Python that ends in the usual way
