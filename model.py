@@ -654,8 +654,9 @@ class Block(nn.Module):
 
     def __init__(self, config, depth):
         super().__init__()
-        self.norm1 = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
+        # the order also says in which order the gradient norm is summed, so to the last digit
         self.attn = ATTENTION[config.attn](config, depth)
+        self.norm1 = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
         self.norm2 = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
         self.mlp = MLP(config)
 

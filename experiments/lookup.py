@@ -1,0 +1,439 @@
+"""
+What does the subtraction buy? A look-up among pairs, on which a model trains in seconds.
+
+    python -m experiments.lookup            # three models and their picture: a minute or two
+    python -m experiments.lookup softmax    # the experiment, see assets/results/lookup/README.md
+    python -m experiments.lookup linear     # the same for linear attention
+    python -m experiments.lookup publish    # tables and figures of the runs that are there
+
+The task. A text is N pairs and then 8 queries. A pair is one token: the embedding of its key plus
+that of its value. A query is a key's embedding plus one that says "query", and the answer is the
+key's value. There are 4 N keys and 2 N values, and no positions. The model is one block of model.py
+with 64 channels. Some texts have a crowd: m of the pairs share one value. The queries ask for pairs
+outside the crowd, and all of these have different values.
+
+We train on plain texts, whose values are all different, and test on texts with a crowd. So the
+crowd can't teach the model anything: we see what other pairs do to a model that can find a pair.
+(--crowd_in_training trains with crowds of 0 to 3 N / 4 pairs, as our first experiment did.)
+
+The law. Let a map put the weight c on every wrong pair and c + D on the right one. Then a crowd of
+m pairs gets m c and the answer c + D, so one map fails at m0 = 1 + D / c. If the largest logit of a
+softmax map is tau, and that of a wrong pair is 0, then m0 = e^tau. A minus can take c away from all
+pairs, so that a crowd of any size is outvoted.
+"""
+import argparse
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import report
+import train
+from experiments.sweep import Cache, best_rate
+from model import GPT, GPTConfig, log_mask, make_rope
+
+QUERIES = 8
+CHANNELS = 64
+BATCH = 32
+WARMUP = 50
+TEST_TEXTS = 512  # texts of each crowd in a test
+LONG_CROWDS = (64, 256, 1024, 4096)  # beside the N pairs, in texts longer than those of training
+CHOOSE_ON = (1, 2)  # the seeds that choose the rate of an arm
+SEEDS = (3, 4, 5, 6, 7)  # and those that are reported
+START_RATE = 3e-3
+DEMO_RATES = {"softmax": 3e-3, "softmax minus average": 3e-3, "diff": 3e-3}
+
+# -----------------------------------------------------------------------------
+# the arms
+
+
+@dataclass(frozen=True)
+class Arm:
+    """An attention of model.py, and how it differs from it here."""
+
+    attn: str
+    minus_average: bool = False
+    weights: str = ""  # "signed" or "delta" take the place of model.py's map
+    sum: bool = False  # two maps are added, and not subtracted
+
+
+# all of them have an output norm. A differential arm has two branches a head
+ARMS = {
+    "softmax": Arm("softmax"),
+    "softmax sum": Arm("diff", sum=True),
+    "softmax minus average": Arm("softmax", minus_average=True),
+    "diff": Arm("diff"),
+    "linear": Arm("linear"),
+    "linear sum": Arm("diff_linear", sum=True),
+    "linear minus average": Arm("linear", minus_average=True),
+    "diff_linear": Arm("diff_linear"),
+    "signed": Arm("linear", weights="signed"),
+    "delta": Arm("linear", weights="delta"),
+}
+SOFTMAX = list(ARMS)[:4]
+LINEAR = list(ARMS)[4:]
+# what decides, fixed before the first run: differences of the loss, see the page
+CONTRASTS = [
+    ("diff_linear", "linear sum"),
+    ("linear minus average", "linear"),
+    ("diff_linear", "linear minus average"),
+]
+
+
+def signed_map(q, k, mask):
+    """q k as it is, of either sign, which can't be divided by the sum of its row."""
+    return q @ k.mT / math.sqrt(q.shape[-1]) * mask
+
+
+def delta_map(q, k, mask, beta):
+    """The delta rule (DeltaNet, arXiv 2406.06484) as a map.
+
+    q and k have length one, and a token writes into the state S only what a look-up of its key does
+    not give already:
+
+        u_t = beta_t (v_t - S_t-1 k_t)      S_t = S_t-1 + u_t k_t^T      y_t = S_t q_t
+
+    So (1 + L) U = beta V with L_ts = beta_t k_t k_s for s < t, and A = (q k) (1 + L)^-1 beta.
+    """
+    q = F.normalize(q, dim=-1)
+    k = F.normalize(k, dim=-1)
+    L = (beta[..., None] * (k @ k.mT)).tril(-1)
+    weights = q @ k.mT * mask
+    # unitriangular: the ones of 1 + L need not be there
+    weights = torch.linalg.solve_triangular(L, weights, upper=False, left=False, unitriangular=True)
+    return weights * beta[..., None, :]
+
+
+# -----------------------------------------------------------------------------
+# the texts
+
+
+@dataclass
+class Texts:
+    """B texts of N pairs and QUERIES queries. A token is the sum of two embeddings, key and other.
+
+    We call the pairs by the order in which they were drawn: the first m are the crowd, the last
+    QUERIES are asked for.
+    """
+
+    key: torch.Tensor  # (B, N + QUERIES), a key
+    other: torch.Tensor  # (B, N + QUERIES), above the keys: a value, or the mark of a query
+    answer: torch.Tensor  # (B, QUERIES), the number of the right value, from 0
+    place: torch.Tensor  # (B, N), where each pair stands in the text
+
+    def without(self, m):
+        """The same texts without the first m pairs: nothing has positions, so nothing is missed."""
+        T = self.key.shape[1]
+        shown = torch.ones_like(self.key, dtype=torch.bool)
+        shown.scatter_(1, self.place[:, :m], False)
+        before = shown.cumsum(-1) - 1  # the new place of each token
+        return Texts(
+            key=self.key[shown].view(-1, T - m),
+            other=self.other[shown].view(-1, T - m),
+            answer=self.answer,
+            place=before.gather(1, self.place[:, m:]),
+        )
+
+
+def make_texts(generator, B, N, m):
+    """B texts of N pairs, m of them in the crowd."""
+    keys = 4 * N
+    values = 2 * N
+    key = torch.rand(B, keys, generator=generator).argsort(-1)[:, :N]
+    value = torch.rand(B, values, generator=generator).argsort(-1)[:, :N]
+    value[:, :m] = value[:, :1]  # the crowd
+    return mix(generator, key, value, keys, values)
+
+
+def make_long_texts(generator, B, N, m):
+    """B texts of m pairs in a crowd and N others, all different.
+
+    The crowd has the keys that the others don't have, with repetition, and one value of its own.
+    """
+    keys = 4 * N
+    values = 2 * N
+    key = torch.rand(B, keys, generator=generator).argsort(-1)
+    value = torch.rand(B, values, generator=generator).argsort(-1)
+    free = torch.randint(N, keys, (B, m), generator=generator)
+    key = torch.cat((key.gather(1, free), key[:, :N]), dim=1)
+    value = torch.cat((value[:, N : N + 1].expand(B, m), value[:, :N]), dim=1)
+    return mix(generator, key, value, keys, values)
+
+
+def mix(generator, key, value, keys, values):
+    """The Texts of these pairs (B, N), in a random order, with queries for the last QUERIES."""
+    B, N = key.shape
+    order = torch.rand(B, N, generator=generator).argsort(-1)  # which pair stands at each place
+    marks = torch.full((B, QUERIES), keys + values)
+    return Texts(
+        key=torch.cat((key.gather(1, order), key[:, -QUERIES:]), dim=1),
+        other=torch.cat((keys + value.gather(1, order), marks), dim=1),
+        answer=value[:, -QUERIES:],
+        place=order.argsort(-1),
+    )
+
+
+def crowds(N, arm):
+    """The sizes of the crowd in a test. The law says where softmax fails, so it has more of them."""
+    if arm in SOFTMAX:
+        return [0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48]
+    return [0, N // 8, N // 4, N // 2, 3 * N // 4]
+
+
+# -----------------------------------------------------------------------------
+# the model
+
+
+class Reader(nn.Module):
+    """One block of model.py that reads texts of pairs. It computes the rows of the queries only."""
+
+    def __init__(self, arm, pairs, tau, heads, seed):
+        super().__init__()
+        self.arm = ARMS[arm]
+        self.tau = tau
+        self.pairs = pairs
+        two_maps = self.arm.attn in ("diff", "diff_linear")
+        config = GPTConfig(
+            attn=self.arm.attn,
+            minus_average=self.arm.minus_average,
+            n_layer=1,
+            n_head=2 * heads if two_maps else heads,
+            n_embd=CHANNELS,
+            subln=True,
+            block_size=pairs + QUERIES,
+            vocab_size=6 * pairs + 1,
+            rope_theta=0,
+        )
+        self.gpt = GPT(config, seed)
+        self.layer = self.gpt.blocks[0].attn
+        if self.arm.weights == "delta":
+            # how much of its value a token writes: the one parameter that model.py doesn't have
+            self.beta = nn.Linear(CHANNELS, heads, bias=False)
+            generator = torch.Generator().manual_seed(seed)
+            nn.init.normal_(self.beta.weight, std=1 / math.sqrt(3 * CHANNELS), generator=generator)
+
+    def attention_map(self, x):
+        """A of the queries, (B, heads, QUERIES, T), from the normalised input (B, T, C)."""
+        layer = self.layer
+        B, T, C = x.shape
+        q = layer.q_proj(x[:, -QUERIES:]).view(B, QUERIES, layer.n_head, -1).transpose(1, 2)
+        k = layer.k_proj(x).view(B, T, layer.n_head, -1).transpose(1, 2)
+        position = torch.arange(T)
+        rope_k = make_rope(position, layer.config, x.dtype)  # without positions it turns nothing
+        rope_q = make_rope(position[-QUERIES:], layer.config, x.dtype)
+        distance = rope_q.position[:, None] - position
+        log_D = log_mask(torch.zeros(1, 1, 1), distance)  # a query sees what stands before it
+        if self.arm.weights == "signed":
+            return signed_map(q, k, log_D.exp())
+        if self.arm.weights == "delta":
+            beta = torch.sigmoid(self.beta(x)).transpose(1, 2)  # (B, H, T)
+            return delta_map(q, k, log_D.exp(), beta)
+        if self.tau is not None:  # queries and keys of one length, and a largest logit of tau
+            q = self.tau * math.sqrt(layer.head_dim) * F.normalize(q, dim=-1)
+            k = F.normalize(k, dim=-1)
+        lam = layer.lambda_full()
+        if self.arm.sum:  # rows that sum to 1, whatever lambda is
+            A = layer.maps(q, k, rope_q, rope_k, log_D)
+            return (A[:, 0::2] + lam.abs() * A[:, 1::2]) / (1 + lam.abs())
+        return layer.attention_map(q, k, lam, rope_q, rope_k)
+
+    def normed_input(self, texts):
+        x = self.gpt.wte(texts.key) + self.gpt.wte(texts.other)  # (B, T, C)
+        return x, self.gpt.blocks[0].norm1(x)
+
+    def forward(self, texts):
+        """The logits of the values at the queries, (B, QUERIES, 2 N)."""
+        layer = self.layer
+        block = self.gpt.blocks[0]
+        x, normed = self.normed_input(texts)
+        B, T, C = x.shape
+        v = layer.v_proj(normed).view(B, T, layer.n_value_head, -1).transpose(1, 2)
+        y = self.attention_map(normed) @ v  # (B, heads, QUERIES, d_v)
+        y = layer.subln(y) * (1 - layer.lambda_init)
+        y = y.transpose(1, 2).reshape(B, QUERIES, C)
+        x = x[:, -QUERIES:] + layer.out_proj(y)
+        x = x + block.mlp(block.norm2(x))
+        # the embedding is also the output layer, as in the GPT, but only values can be answers
+        values = self.gpt.wte.weight[4 * self.pairs : 6 * self.pairs]
+        return self.gpt.norm(x) @ values.T
+
+
+# -----------------------------------------------------------------------------
+# training and testing
+
+
+def train_reader(arm, pairs, tau, heads, steps, lr, seed, crowd_in_training, every=500, bar=None):
+    """A trained Reader and its learning curve. Every step has new texts, the same for all arms."""
+    model = Reader(arm, pairs, tau, heads, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0, fused=True)
+    generator = torch.Generator().manual_seed(seed)
+    curve = []
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(1, (step + 1) / WARMUP) * (1 - step / steps)
+        m = 0
+        if crowd_in_training:
+            # one m for the whole batch: a text does not know the crowds of the others anyway
+            m = int(torch.randint(3 * pairs // 4 + 1, (), generator=generator))
+        texts = make_texts(generator, BATCH, pairs, m)
+        loss = F.cross_entropy(model(texts).flatten(0, 1), texts.answer.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if bar is not None:
+            bar.update()
+        if (step + 1) % every == 0:
+            point = dict(step=step + 1)
+            for m in (0, pairs // 2):
+                loss, accuracy = test_on(model, test_texts(pairs, m, 128))
+                point |= {f"loss {m}": loss, f"accuracy {m}": accuracy}
+            curve.append(point)
+    return model, curve
+
+
+def test_texts(pairs, m, B=TEST_TEXTS):
+    """The same texts for every model, which no model was trained on."""
+    return make_texts(torch.Generator().manual_seed(10**6 + m), B, pairs, m)
+
+
+@torch.no_grad()
+def test_on(model, texts):
+    """(loss, share of right answers) on these texts."""
+    logits = model(texts)
+    loss = F.cross_entropy(logits.flatten(0, 1), texts.answer.flatten()).item()
+    return loss, (logits.argmax(-1) == texts.answer).float().mean().item()
+
+
+@torch.no_grad()
+def largest_is_right(model, texts):
+    """For each head, the share of the queries' rows in which the right pair weighs most."""
+    _, normed = model.normed_input(texts)
+    A = model.attention_map(normed)[..., :-QUERIES]  # (B, heads, QUERIES, N)
+    asked = texts.place[:, None, -QUERIES:]  # (B, 1, QUERIES)
+    return (A.argmax(-1) == asked).float().mean((0, 2)).tolist()
+
+
+def run_once(arm, pairs, tau, heads, steps, lr, seed, crowd_in_training):
+    """Trains and tests one model. Returns what the JSON row of the run says beside its settings."""
+    torch.set_num_threads(1)  # a model this small has nothing to share
+    start = time.process_time()  # of this process, whatever else the machine does
+    model, curve = train_reader(arm, pairs, tau, heads, steps, lr, seed, crowd_in_training)
+    losses = {}
+    accuracy = {}
+    hidden = {}
+    for m in crowds(pairs, arm):
+        texts = test_texts(pairs, m)
+        losses[str(m)], accuracy[str(m)] = test_on(model, texts)
+        _, hidden[str(m)] = test_on(model, texts.without(m))
+    long = {}
+    for m in LONG_CROWDS:
+        texts = make_long_texts(torch.Generator().manual_seed(2 * 10**6 + m), 32, pairs, m)
+        _, long[str(m)] = test_on(model, texts)
+    with_crowd = [loss for m, loss in losses.items() if m != "0"]
+    lam = model.layer.lambda_full()
+    return dict(
+        accuracy=accuracy,
+        accuracy_hidden=hidden,
+        accuracy_long=long,
+        losses=losses,
+        loss=finite(sum(with_crowd) / len(with_crowd)),
+        largest_is_right=largest_is_right(model, test_texts(pairs, pairs // 4, 128)),
+        curve=curve,
+        seconds=round(time.process_time() - start, 1),
+        commit=report.commit(),
+        **{"lambda": None if lam is None else lam.item()},
+    )
+
+
+def finite(loss):
+    """inf for a run that diverged."""
+    return loss if math.isfinite(loss) else math.inf
+
+
+# -----------------------------------------------------------------------------
+# the experiment: each arm at its own best rate, chosen on plain texts
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the arms of a comparison share."""
+
+    pairs: int = 64
+    tau: float | None = None
+    heads: int = 2
+    steps: int = 8000
+    choose_steps: int = 2000  # the rate is chosen by runs of so many steps
+    crowd_in_training: bool = False
+
+
+def run_arm(cache, arm, task, seeds=SEEDS):
+    """The rows of an arm: its rate by the loss on plain texts on CHOOSE_ON, then the seeds."""
+
+    def row(lr, seed, steps):
+        found = cache.run(
+            run_once,
+            arm=arm,
+            pairs=task.pairs,
+            tau=task.tau,
+            heads=task.heads,
+            steps=steps,
+            lr=lr,
+            seed=seed,
+            crowd_in_training=task.crowd_in_training,
+        )
+        accuracy = " ".join(f"{m}:{a:.3f}" for m, a in found["accuracy"].items())
+        print(f"{arm}, tau {task.tau}, {steps} steps, lr {lr:g}, seed {seed}: {accuracy}", flush=True)
+        return found
+
+    def plain_loss(lr, seed):
+        return finite(row(lr, seed, task.choose_steps)["losses"]["0"])
+
+    assert not set(CHOOSE_ON) & set(seeds), "a run that chooses a rate must not be reported"
+    lr = best_rate(plain_loss, START_RATE, CHOOSE_ON, factor=1.5)
+    return [row(lr, seed, task.steps) for seed in seeds]
+
+
+def softmax_experiment(cache):
+    """Softmax with a largest logit of tau: first tau = 2 with one head, then other caps and heads."""
+    for arm in SOFTMAX:
+        run_arm(cache, arm, Task(tau=2.0, heads=1, steps=1500, choose_steps=1500))
+    for heads in (2, 4):
+        run_arm(cache, "softmax", Task(tau=2.0, heads=heads, steps=1500, choose_steps=1500))
+    for tau in (3.0, 1.5, None, 2.5, 3.5):
+        for arm in SOFTMAX:
+            run_arm(cache, arm, Task(tau=tau, heads=1, steps=1500, choose_steps=1500))
+
+
+def linear_experiment(cache):
+    """Linear attention with two heads: 64 pairs, then trained with crowds, then 128 pairs."""
+    for arm in LINEAR:
+        run_arm(cache, arm, Task())
+    for arm in LINEAR:
+        run_arm(cache, arm, Task(steps=2000))
+    run_arm(cache, "linear minus average", Task(steps=2000, crowd_in_training=True))
+    for arm in LINEAR:
+        run_arm(cache, arm, Task(pairs=128))
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.lookup",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    verbs = {"softmax": softmax_experiment, "linear": linear_experiment}
+    parser.add_argument("verb", nargs="?", choices=verbs)
+    parser.add_argument("--out", type=Path, default=Path("out/lookup"))
+    args = parser.parse_args(argv)
+    verbs[args.verb](Cache(args.out / "runs.jsonl"))
+
+
+if __name__ == "__main__":
+    train.cli(main)
