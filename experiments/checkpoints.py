@@ -323,20 +323,18 @@ def outliers(args, checkpoints):
 
 
 def draw_outliers(size_rows, runs):
-    """The largest residual by arm on the left, the cost of rounding on the right."""
+    """The largest residual by arm on the left, the cost of scores of few bits on the right."""
     import pandas as pd
 
     sizes = pd.DataFrame(size_rows)
     sizes = sizes[sizes["of"] == "residual stream"]
-    figure, (left, right) = report.new_figure(columns=2, width=11, height=5)
+    costs = pd.DataFrame(runs)
+    fewest = f"{min(BITS)} bits"
+    figure, (left, right) = report.new_figure(columns=2, width=11, height=5, sharey=True)
     report.dots(left, sizes, report.means(sizes, "top 1"), "top 1")
-    left.set(xlabel="largest residual activation", xlim=(0, None))
-    names = [f"{bits} bits" for bits in BITS]
-    costs = pd.DataFrame(runs).melt(["arm", "seed"], names, "bits", "cost")
-    costs["bits"] = costs["bits"].str.split().str[0].astype(int)
-    report.lines(right, costs, "bits", "cost", each="seed")
-    right.set(xlabel="bits of a score", ylabel="loss above exact, nats", xticks=BITS, yscale="log")
-    right.legend()
+    left.set(xlabel="largest residual", xlim=(0, None))
+    report.dots(right, costs, report.means(costs, fewest), fewest)
+    right.set(xlabel=f"cost of {fewest}, nats", xlim=(0, None))
     return figure
 
 
