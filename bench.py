@@ -32,7 +32,8 @@ SHARED = ["data_sha256", "tokenizer", "vocab_size", "tokens", "eval_tokens", "dt
 # what a result is quoted with
 CONDITIONS = ["data", "tokens", "dtype", "device_name", "torch", "date", "commit"]
 # what an arm and the softmax that it is compared to need not share
-OWN = {"attn", "subln", "subln_init", "lambda_init", "minus_average", "mlp_width", "flash", "kernel"}
+OWN = {"attn", "subln", "subln_init", "lambda_init", "minus_average", "mlp_width"}
+OWN |= {"flash", "kernel"}
 VOCABULARY = {"toy": 257, "gpt2": 50257}  # the tokenizer's, without opening any data
 
 
@@ -80,16 +81,18 @@ def read_runs(folders):
     rows = [read_run(log) for log in logs]
     rows.sort(key=lambda row: (order.get(row["attn"], len(order)), row["arm"], row["seed"]))
 
-    runs = pd.DataFrame(rows)
+    runs = pd.DataFrame(rows, dtype=object)  # so that None stays None, which is equal to itself
+    runs = runs.astype(dict(lr=float, loss=float, tok_per_s=float))
     ended = runs["status"].isin(["finished", "diverged"])
     again = runs[ended].duplicated(["arm", "lr", "seed"]).reindex(runs.index, fill_value=False)
     runs.loc[again, "status"] = "another folder has the same run"
     others = runs[~ended | again]
     runs = runs[ended & ~again]
     if runs.empty:
-        raise ValueError(f"no run is finished: {others['folder'].iloc[0]} {others['status'].iloc[0]}")
+        one = others.iloc[0]
+        raise ValueError(f"no run is finished: {one['folder']} {one['status']}")
     refuse_to_compare(runs)
-    return runs, others
+    return runs.assign(arm=short_names(runs["arm"])), others
 
 
 def refuse_to_compare(runs):
@@ -102,6 +105,14 @@ def refuse_to_compare(runs):
                     f"{first['folder']} and {run['folder']} can't be compared: {name} is "
                     f"{first[name]!r} and {run[name]!r}. Name folders of runs that share it"
                 )
+
+
+def short_names(arms):
+    """The names without the settings that all of them share: diff-decay is diff where every arm
+    has decay."""
+    names = [name.split("-") for name in arms]
+    shared = set(names[0]).intersection(*names) - {parts[0] for parts in names}
+    return ["-".join(part for part in parts if part not in shared) for parts in names]
 
 
 def at_best_rates(runs):
@@ -152,6 +163,8 @@ def loss_table(runs, rates):
 
 def loss_figure(runs, unit):
     """The curves above, and the final losses below: a dot for each run, the mean, its interval."""
+    from matplotlib.ticker import EngFormatter
+
     table = report.means(runs)
     rows = len(table)
     ratios = dict(height_ratios=[3.5, 1 + 0.4 * rows])
@@ -164,6 +177,7 @@ def loss_figure(runs, unit):
     curves = curves[curves["tokens"] >= runs["tokens"].max() / 10]
     report.lines(above, curves, "tokens", "val loss", each="folder")
     above.set(xlabel="tokens of training", ylabel=f"val loss, {unit}", title="Learning curves")
+    above.xaxis.set_major_formatter(EngFormatter())
     if len(curves):
         above.legend()
 
@@ -178,7 +192,8 @@ def loss(args):
     Runs that differ in the seed alone are one arm. Where an arm was trained with several learning
     rates, the one with the lowest mean loss counts. It is chosen on these same runs, so its loss is
     a little too good: choose on other seeds to be strict. A run that diverged has the loss inf. An
-    arm is compared to softmax with the same settings. ± is half of a 95 % interval: Student's t for
+    arm is compared to softmax with the same settings, and its name has those that differ between
+    the arms. ± is half of a 95 % interval: Student's t for
     a mean, Welch's for a difference.
     """
     runs, others = read_runs(args.folders)
@@ -279,7 +294,7 @@ def timing_table(timings, first):
             row[f"spread of × {first}"] = quartiles(ratio)
         for fact in ("MFU", "peak GiB", "bytes of state"):
             if fact in group and group[fact].notna().any():
-                row[fact] = group[fact].iloc[0] if fact != "MFU" else group[fact].median()
+                row[fact] = group[fact].median()
         rows.append(row)
     table = pd.DataFrame(rows)
     if "error" in timings:
@@ -291,6 +306,8 @@ def timing_table(timings, first):
 def timing_figure(timings):
     """A panel for each part: median tokens per second over T, the middle half of the rounds
     shaded."""
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+
     timed = timings.dropna(subset="round")
     parts = timed["part"].unique()
     figure, axes = report.new_figure(len(parts), height=0.5 + 3.5 * len(parts))
@@ -302,7 +319,10 @@ def timing_figure(timings):
         ax.set(xscale="log", yscale="log", title=part, ylabel="tokens per second")
         ax.set_xticks(lengths, [f"{T:,}" for T in lengths])
         ax.set_xticks([], minor=True)
-    axes[0].legend(fontsize="small")
+        ax.yaxis.set_major_locator(LogLocator(subs=[1, 2, 3, 5, 7]))
+        ax.yaxis.set_major_formatter(EngFormatter())
+        ax.yaxis.set_minor_formatter(NullFormatter())
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     axes[-1].set_xlabel("T, tokens of context")
     return figure
 

@@ -60,7 +60,7 @@ def find_checkpoint(path):
 def load_model(path, device, dtype):
     """The model of a checkpoint, made ready to generate."""
     try:
-        model = GPT.load(path, device)
+        model = GPT.load(path, device, kernel="sdpa")
     except ValueError as e:  # it may hold an arm that only another file knows
         raise ValueError(f"{e}. --ckpt=... names another checkpoint") from None
     if dtype == "bfloat16":

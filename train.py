@@ -32,7 +32,6 @@ from datetime import timedelta
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
-from types import NoneType
 from typing import NamedTuple, get_args
 
 import numpy as np
@@ -62,13 +61,6 @@ def flag(default, help, **more):
     return field(default=default, metadata=dict(help=help, **more))
 
 
-def positive(text):
-    value = count(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return value
-
-
 def number(text):
     try:
         value = float(text)
@@ -78,6 +70,18 @@ def number(text):
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on, like 0.5 or 1e-3")
     return value
+
+
+def above_0(text):
+    if number(text) == 0:
+        raise argparse.ArgumentTypeError("must be above 0")
+    return number(text)
+
+
+def positive(text):
+    if count(text) == 0:
+        raise argparse.ArgumentTypeError("must be at least 1, not 0")
+    return count(text)
 
 
 def arm(text):
@@ -93,10 +97,13 @@ def comma_list(of):
     return parse_list
 
 
-def parse_flags(cls, argv=None, description=None, presets={}):
-    """The flags that a command line gives, as a dict. cls(**parse_flags(cls)) has the others' too.
+TYPES = {int: positive, float: number, str: str, Path: Path}
 
-    cls is a dataclass with a flag() in each field. presets: {name: the defaults that differ}.
+
+def parse_flags(cls, argv=None, description=None, presets=None):
+    """The flags that a command line gives, as a dict: cls(**parse_flags(cls)) has all settings.
+
+    cls is a dataclass whose fields are made by flag(). presets: {name: the defaults that differ}.
     """
     parser = argparse.ArgumentParser(
         usage="%(prog)s [--flag=value ...]    (--help lists the flags)",
@@ -105,22 +112,21 @@ def parse_flags(cls, argv=None, description=None, presets={}):
         argument_default=argparse.SUPPRESS,  # a flag that is not given is not in the result
         allow_abbrev=False,
     )
-    types = {int: positive, float: number, str: str, Path: Path}
     for f in fields(cls):
         more = dict(f.metadata)
         if "help" not in more:
             continue  # not a flag
-        defaults = [] if f.default is None else [f"default: {f.default}"]
-        for name, preset in presets.items():
-            if f.name in preset:
-                defaults.append(f"{name}: {preset[f.name]}")
-        if defaults:
-            more["help"] += f" ({', '.join(defaults)})"
+        defaults = {"default": f.default}
+        for name, preset in (presets or {}).items():
+            defaults[name] = preset.get(f.name)
+        said = [f"{name}: {value}" for name, value in defaults.items() if value is not None]
+        if said:
+            more["help"] += f" ({', '.join(said)})"
         kind = (get_args(f.type) or [f.type])[0]  # int of "int | None"
         if kind is bool:
             more["action"] = argparse.BooleanOptionalAction
         else:
-            more.setdefault("type", types.get(kind))
+            more.setdefault("type", TYPES.get(kind))
         if more.pop("many", False):
             more["type"] = comma_list(more["type"])
         parser.add_argument(f"--{f.name}", **more)
@@ -133,7 +139,7 @@ def cli(main):
     try:
         main()
     except KeyboardInterrupt as e:
-        print(f"\n{program}: stopped. {e}", file=sys.stderr)
+        print(f"\n{program}: stopped, {e}", file=sys.stderr)
         sys.exit(130)  # what a shell expects after Ctrl-C
     except (ValueError, OSError) as e:
         sys.exit(f"{program}: {e}")
@@ -152,16 +158,12 @@ class Config:
 
     # what is trained, on what
     attn: str = flag("softmax", f"one or a list of {', '.join(ATTENTION)}", type=arm, many=True)
-    preset: str = flag(
-        "toy",
-        "defaults of the flags. Without this flag it is gpt2 where there are shards and CUDA",
-        choices=["toy", "gpt2"],
+    preset: str | None = flag(
+        None, "toy or gpt2 (gpt2 where there are shards and CUDA, else toy)", choices=["toy", "gpt2"]
     )
-    data: Path | None = flag(None, "folder of shards, or text file (toy: Python's manual)")
+    data: Path | None = flag(None, "folder of shards, or text file; in toy Python's own manual")
     out: Path | None = flag(
-        None,
-        "folder of the run, or with several runs the one that holds theirs "
-        "(out/<attn>-<settings that differ from the preset>)",
+        None, "folder of the run, or of several runs' folders (out/<attn>-<what is not the preset's>)"
     )
     restart: bool = flag(False, "discard the run there and start over")
 
@@ -177,27 +179,23 @@ class Config:
     kernel: str = flag("sdpa", "of softmax's fast form", choices=["sdpa", "flash_attn"])
     subln: bool | None = flag(None, "RMSNorm on each head's output (in diff and diff_linear only)")
     subln_init: float = flag(1.0, "initial weight of that norm")
-    lambda_init: float | None = flag(
-        None, "of all layers of diff and diff_linear (0.8 - 0.6 exp(-0.3 l) in layer l, from 0)"
-    )
+    lambda_init: float | None = flag(None, "of all layers (0.8 - 0.6 exp(-0.3 l) in layer l)")
     decay: bool = flag(False, "heads forget, each at a rate of its own")
     minus_average: bool = flag(False, "subtract lambda times the average map, with one map only")
     embd_init: float | None = flag(
-        None, "standard deviation of the embedding at the start (1 / sqrt(3 n_embd))"
+        None, "first std of the embedding (1 / sqrt(3 n_embd))", type=above_0
     )
 
     # the optimization
     batch_size: int = flag(8, "sequences per micro-step of one process, at most")
-    total_batch: int | None = flag(None, "tokens per step (toy: batch_size x block_size)")
+    total_batch: int | None = flag(None, "tokens per step; in toy batch_size x block_size")
     steps: int = flag(500, "optimizer steps, if there is no --tokens")
     tokens: int | None = flag(None, "tokens to train on, in the place of --steps")
-    lr: float = flag(2e-3, "peak learning rate, one or a list", many=True)
+    lr: float = flag(2e-3, "peak learning rate, one or a list", type=above_0, many=True)
     warmup: int = flag(50, "steps in which the rate rises, before it falls to 0", type=count)
     weight_decay: float = flag(0.1, "AdamW's weight decay, on matrices only")
-    grad_clip: float = flag(1.0, "largest gradient norm")
-    seed: int = flag(
-        1337, "of the first weights and the order of the data, one or a list", type=count, many=True
-    )
+    grad_clip: float = flag(1.0, "largest gradient norm", type=above_0)
+    seed: int = flag(1337, "of weights and data order, one or a list", type=count, many=True)
 
     # watching and saving
     eval_every: int = flag(100, "steps between evaluations; each saves a checkpoint")
@@ -207,9 +205,7 @@ class Config:
     # the machine
     device: torch.device = flag(None, "cuda, cuda:1, cpu or mps (cuda where there is one)", type=str)
     dtype: str | None = flag(
-        None,
-        "precision of the matmuls (bfloat16 where the card has it, else float32)",
-        choices=["float32", "bfloat16"],
+        None, "of the matmuls (bfloat16 where the card has it)", choices=["float32", "bfloat16"]
     )
     compile: bool | None = flag(None, "torch.compile the model (on cuda)")
     rank: int = 0  # the number of this process, from 0. torchrun sets it, and the next one
@@ -282,8 +278,9 @@ PRESETS = {
 MAY_DIFFER = {"preset", "data", "out", "restart", "batch_size", "eval_every", "log_every"}
 MAY_DIFFER |= {"flash", "kernel", "device", "compile", "rank", "world"}
 MAY_DIFFER |= {"device_name", "torch", "python", "date", "commit"}
+MAY_DIFFER |= {"arm", "parameters", "tokens", "val"}  # they follow from the others
 # and these are not in the name of its folder either
-UNNAMED = MAY_DIFFER | {"attn", "vocab_size", "steps", "tokens", "eval_tokens", "dtype"}
+UNNAMED = MAY_DIFFER | {"attn", "vocab_size", "steps", "eval_tokens", "dtype"}
 
 
 def is_ours(attn):
@@ -515,14 +512,10 @@ def device_name(device):
     """The card's name, or the processor's and the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    if device.type != "cpu":
-        return str(device)
     name = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():  # on Linux, where platform does not know the model
-        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-        if found:
-            name = found[1]
-    return f"cpu ({name}), {torch.get_num_threads()} threads"
+        name = re.search(r"(?:model name\s*: (.*)|$)", Path("/proc/cpuinfo").read_text())[1] or name
+    return f"{device} ({name}), {torch.get_num_threads()} threads"
 
 
 def git_commit():
@@ -556,69 +549,65 @@ def write_log(config, record):
 
 
 def read_log(path):
-    """(head, records) of a log.jsonl, one record for each step.
+    """(head, records) of a log.jsonl, with one record for each step.
 
     A step that was made again after a stop has more than one line, and of each field the last one
-    counts. A line that was cut short by a stop is left out.
+    counts. A line that a stop has cut is left out, so a log without a whole line gives ({}, []).
     """
-    head = None
+    head = {}
     records = {}
     for line in Path(path).read_text().splitlines():
         try:
             record = json.loads(line)
         except ValueError:
             continue
-        if head is None:
+        if not head:
             head = record
         else:
             step = record["step"]
             records[step] = records.get(step, {}) | record
-    if head is None or "attn" not in head:
-        raise ValueError(f"{path} is not a log of train.py")
     return head, [records[step] for step in sorted(records)]
 
 
-def make_record(config, step, update):
-    """What the log says of a step. update is what training_step returned, or None at step 0."""
+def make_record(config, step, update, since, speed_limit):
+    """What the log says of a step. An evaluation adds to it.
+
+    update is what training_step returned, or None at the start. The speed is the mean since a
+    (step, time).
+    """
     record = dict(step=step, tokens=step * config.total_batch)
-    if update is not None:
-        loss, grad_norm = update
-        if config.world > 1:
-            dist.all_reduce(loss)
-        record["train_loss"] = loss.item() / config.world  # waits for the device
-        record["lr"] = learning_rate(step - 1, config)
-        record["grad_norm"] = grad_norm.item()
+    if update is None:
+        return record
+    loss, grad_norm = update
+    if config.world > 1:
+        dist.all_reduce(loss)
+    # item() waits for the device. Only then we read the clock, so that its work is in the time
+    record["train_loss"] = loss.item() / config.world
+    record["lr"] = learning_rate(step - 1, config)
+    record["grad_norm"] = grad_norm.item()
+    first_step, start = since
+    if step > first_step:
+        seconds = time.perf_counter() - start
+        record["tok_per_s"] = (step - first_step) * config.total_batch / seconds
+        record["mfu"] = record["tok_per_s"] / speed_limit if speed_limit else None
     return record
 
 
-def count_flops(config):
-    """FLOPs of the forward and backward pass of one token in a full sequence.
+def full_speed(config):
+    """The tokens per second that take the card's whole peak, so an MFU of 1. None if unknown.
 
-    PyTorch counts those of all matmuls, while a copy of the model without weights runs once: the
-    softmax arms as a map, which no kernel pads with zeros. The masked half counts as work, as in
-    the usual formula 6N + 12LCT.
+    PyTorch counts the FLOPs of all matmuls, while a model without values runs forward and backward.
+    Softmax runs as a map, because kernels pad with zeros. The masked half of a map counts as work.
     """
+    peaks = [peak for card, peak in PEAK.items() if card in device_name(config.device)]
+    if not peaks or not is_ours(config.attn):
+        return None
     flash = not issubclass(ATTENTION[config.attn], Softmax)
     idx = torch.zeros(1, config.block_size, dtype=torch.int64, device="meta")
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        _, loss = GPT(replace(config.model_config(), flash=flash), seed=None)(idx, idx)
-        loss.backward()
-    return counter.get_total_flops() / config.block_size
-
-
-def full_speed(config):
-    """The tokens per second at an MFU (share of the card's peak FLOP/s) of 1, None if unknown."""
-    peaks = [peak for card, peak in PEAK.items() if card in device_name(config.device)]
-    return peaks[0] * config.world / count_flops(config) if peaks else None
-
-
-def add_speed(record, config, since, speed_limit):
-    """Adds the mean speed since a (step, time) to a record."""
-    first_step, start = since
-    if record["step"] > first_step:
-        seconds = time.perf_counter() - start
-        record["tok_per_s"] = (record["step"] - first_step) * config.total_batch / seconds
-        record["mfu"] = record["tok_per_s"] / speed_limit if speed_limit else None
+        model = GPT(replace(config.model_config(), flash=flash), seed=None)
+        model(idx, idx)[1].backward()
+    return peaks[0] * config.world * config.block_size / counter.get_total_flops()
 
 
 def not_finite(record):
@@ -667,7 +656,7 @@ def load_or_make(config, data):
     """The Run of a config: from the checkpoint in its folder, if there is one, or from the seed."""
     path = config.out / "ckpt.pt"
     step = None
-    if path.exists() and not config.restart:
+    if path.exists():
         model = GPT.load(path, config.device, flash=config.flash, kernel=config.kernel)
         step = model.extra["step"]
     else:
@@ -675,8 +664,6 @@ def load_or_make(config, data):
     head = make_head(config, data.about, model)
     if step is not None:
         refuse_another_run(config.out, model.extra["run"], head)
-    elif not config.restart:
-        refuse_a_lost_checkpoint(config.out)
 
     optimizer = make_optimizer(model, config.lr, config.weight_decay)
     if step is not None and step < config.steps:  # a finished run needs no optimizer
@@ -701,29 +688,6 @@ def refuse_another_run(folder, there, here):
         raise ValueError(f"{folder} is another run's: {', '.join(differences)}. {remedy}")
 
 
-def refuse_a_lost_checkpoint(folder):
-    """ValueError if there is a log of more than the first moments, but no checkpoint."""
-    path = folder / "log.jsonl"
-    if path.exists() and any(record["step"] > 0 for record in read_log(path)[1]):
-        raise ValueError(f"{path} is there, but its ckpt.pt is not: --restart discards the log")
-
-
-def begin_or_continue_log(config, run):
-    """Makes the log ready for the steps after the checkpoint."""
-    path = config.out / "log.jsonl"
-    if config.rank > 0:
-        return
-    if run.step is None:
-        # the old checkpoint goes first. If we are killed after that, nobody resumes from it
-        (config.out / "ckpt.pt").unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
-    if path.exists():
-        with open(path, "a") as file:
-            file.write("\n")  # ends the half line that a kill may have left
-    else:
-        write_log(config, run.head)
-
-
 def save_checkpoint(config, run, step, val_loss):
     # nobody resumes a finished run, and the optimizer is twice as large as the model
     state = run.optimizer.state_dict() if step < config.steps else None
@@ -731,12 +695,6 @@ def save_checkpoint(config, run, step, val_loss):
     if config.rank == 0:
         run.model.save(config.out / "ckpt.pt", optimizer=state, **more)
     run.step = step
-
-
-def diverged_before(config):
-    """Whether the log says that this run, as far as it went, has diverged."""
-    path = config.out / "log.jsonl"
-    return path.exists() and any("diverged" in record for record in read_log(path)[1])
 
 
 def train(config, data):
@@ -756,35 +714,51 @@ def train(config, data):
 
 
 def train_locked(config, data):
+    log_path = config.out / "log.jsonl"
+    if config.rank == 0:
+        if config.restart:
+            # the checkpoint goes first. If we are killed after that, nobody goes on from it
+            (config.out / "ckpt.pt").unlink(missing_ok=True)
+            log_path.unlink(missing_ok=True)
+        log_path.touch()
+    if config.world > 1:
+        dist.barrier()
+    old_head, records = read_log(log_path)
     run = load_or_make(config, data)
     if run.step == config.steps:
         print0(f"{config.out}: finished, {config.steps} steps (--restart starts over)")
         return run.model.extra["val_loss"]
-    if run.step is not None and diverged_before(config):
-        print0(f"{config.out}: it diverged (--restart starts over)")
+    if run.step is not None and any("diverged" in record for record in records):
+        print0(f"{config.out}: diverged after step {run.step} (--restart starts over)")
         return math.inf
+    if run.step is None and any(record["step"] > 0 for record in records):
+        raise ValueError(f"{log_path} is there, but its ckpt.pt is not: --restart discards the log")
 
+    if config.rank == 0 and (run.step is None or not old_head):
+        log_path.write_text(json.dumps(run.head) + "\n")
+    elif config.rank == 0:
+        with open(log_path, "a") as file:
+            file.write("\n")  # ends the half line that a kill may have left
     size = f"{run.head['parameters'] / 1e6:.2f} M parameters, seed {config.seed}"
     work = f"{config.steps} steps of {config.total_batch:,} tokens, peak rate {config.lr:g}"
     print0(f"{config.attn}: {size}, {work} -> {config.out}")
-    if run.step is not None:
-        print0(f"goes on after step {run.step}")
-    begin_or_continue_log(config, run)
     try:
         return train_loop(config, data, run)
     except KeyboardInterrupt:
-        restart = ", without --restart," if config.restart else ""
+        without = " without --restart" if config.restart else ""
         step = run.step or 0
-        raise KeyboardInterrupt(f"The same command{restart} goes on after step {step}") from None
+        raise KeyboardInterrupt(f"the same command{without} goes on after step {step}") from None
 
 
 def train_loop(config, data, run):
-    """The steps of a run. Returns its last val loss, inf if it diverges."""
+    """The steps of a run, see train."""
     torch.compiler.reset()  # else several runs together reach torch's limit of recompilations
     model = torch.compile(run.model) if config.compile else run.model
     if config.world > 1:
         model = DistributedDataParallel(model)
     speed_limit = full_speed(config)
+    if run.step is not None:
+        print0(f"goes on after step {run.step}")
 
     first_step = step = run.step or 0
     update = None
@@ -794,8 +768,7 @@ def train_loop(config, data, run):
         evaluate_now = last or step % config.eval_every == 0
         # once in a while: look at the loss. That waits for the GPU, so we don't do it every time
         if evaluate_now or step % config.log_every == 0:
-            record = make_record(config, step, update)
-            add_speed(record, config, since, speed_limit)
+            record = make_record(config, step, update, since, speed_limit)
             if evaluate_now:
                 record["val_loss"] = evaluate(run.model, data.val, config)
                 record["lambda"] = get_lambdas(run.model)
@@ -830,11 +803,10 @@ def train_loop(config, data, run):
 
 def introduce(config, data):
     """Says what is going to happen, on what."""
-    device = f"{device_name(config.device)}, {config.dtype}"
-    if config.compile:
-        device += ", compiled"
+    compiled = ", compiled" if config.compile else ""
     sizes = f"micro-steps of {config.batch_size} x {config.block_size} tokens"
-    print0(f"preset {config.preset}, {device}, {sizes}, processes: {config.world}")
+    print0(f"preset {config.preset}, {config.dtype}{compiled}, {sizes}, processes: {config.world}")
+    print0(f"on {device_name(config.device)}")
     splits = f"{data.train.tokens:,} tokens to train on, {data.val.tokens:,} val"
     print0(f"data: {data.about['data']}, {splits}, tokenizer {data.about['tokenizer']}")
     print0(f"      val is {data.about['val']}")
@@ -880,5 +852,11 @@ def main(argv=None):
     return losses
 
 
+def run():
+    """The program: it fails if a run diverged."""
+    if math.inf in main():
+        sys.exit(1)  # the reason is printed already
+
+
 if __name__ == "__main__":
-    cli(main)
+    cli(run)

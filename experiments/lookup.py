@@ -14,7 +14,7 @@ outside the crowd, and all of these have different values.
 
 We train on plain texts, whose values are all different, and test on texts with a crowd. So the
 crowd can't teach the model anything: we see what other pairs do to a model that can find a pair.
-(--crowd_in_training trains with crowds of 0 to 3 N / 4 pairs, as our first experiment did.)
+(Our first experiment had crowds of 0 to 3 N / 4 pairs in its training texts, too.)
 
 The law. Let a map put the weight c on every wrong pair and c + D on the right one. Then a crowd of
 m pairs gets m c and the answer c + D, so one map fails at m0 = 1 + D / c. If the largest logit of a
@@ -34,6 +34,7 @@ from tqdm import tqdm
 
 import report
 import train
+from data import count
 from experiments.sweep import Cache, best_rate
 from model import GPT, GPTConfig, log_mask, make_rope
 
@@ -46,7 +47,8 @@ LONG_CROWDS = (64, 256, 1024, 4096)  # beside the N pairs, in texts longer than 
 CHOOSE_ON = (1, 2)  # the seeds that choose the rate of an arm
 SEEDS = (3, 4, 5, 6, 7)  # and those that are reported
 START_RATE = 3e-3
-DEMO_RATES = {"softmax": 3e-3, "softmax minus average": 3e-3, "diff": 3e-3}
+# the best rates at tau = 2 with one head
+DEMO_RATES = {"softmax": 4.5e-3, "softmax minus average": 2e-3, "diff": 2e-3}
 
 # -----------------------------------------------------------------------------
 # the arms
@@ -179,7 +181,7 @@ def mix(generator, key, value, keys, values):
 
 
 def crowds(N, arm):
-    """The sizes of the crowd in a test. The law says where softmax fails, so it has more of them."""
+    """The sizes of the crowd in a test: more of them where the law says where an arm fails."""
     if arm in SOFTMAX:
         return [0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48]
     return [0, N // 8, N // 4, N // 2, 3 * N // 4]
@@ -320,10 +322,16 @@ def largest_is_right(model, texts):
 
 
 def run_once(arm, pairs, tau, heads, steps, lr, seed, crowd_in_training):
-    """Trains and tests one model. Returns what the JSON row of the run says beside its settings."""
+    """Trains and tests one model."""
     torch.set_num_threads(1)  # a model this small has nothing to share
     start = time.process_time()  # of this process, whatever else the machine does
     model, curve = train_reader(arm, pairs, tau, heads, steps, lr, seed, crowd_in_training)
+    return measure(model, arm, curve, start)
+
+
+def measure(model, arm, curve, start):
+    """All that the JSON row of a run says beside its settings."""
+    pairs = model.pairs
     losses = {}
     accuracy = {}
     hidden = {}
@@ -388,7 +396,8 @@ def run_arm(cache, arm, task, seeds=SEEDS):
             crowd_in_training=task.crowd_in_training,
         )
         accuracy = " ".join(f"{m}:{a:.3f}" for m, a in found["accuracy"].items())
-        print(f"{arm}, tau {task.tau}, {steps} steps, lr {lr:g}, seed {seed}: {accuracy}", flush=True)
+        what = f"{arm}, tau {task.tau}, {steps} steps, lr {lr:g}, seed {seed}"
+        print(f"{what}: {accuracy}", flush=True)
         return found
 
     def plain_loss(lr, seed):
@@ -400,7 +409,7 @@ def run_arm(cache, arm, task, seeds=SEEDS):
 
 
 def softmax_experiment(cache):
-    """Softmax with a largest logit of tau: first tau = 2 with one head, then other caps and heads."""
+    """Softmax with a largest logit: tau = 2 with one head, then other numbers of heads and caps."""
     for arm in SOFTMAX:
         run_arm(cache, arm, Task(tau=2.0, heads=1, steps=1500, choose_steps=1500))
     for heads in (2, 4):
@@ -421,6 +430,279 @@ def linear_experiment(cache):
         run_arm(cache, arm, Task(pairs=128))
 
 
+# -----------------------------------------------------------------------------
+# tables and figures
+
+
+def border(row):
+    """The crowd with which half of the answers are right, interpolated. None: with none of them."""
+    before = 0
+    for m, accuracy in row["accuracy"].items():
+        if accuracy < 0.5:
+            share = (row["accuracy"][str(before)] - 0.5) / (row["accuracy"][str(before)] - accuracy)
+            return before + share * (int(m) - before)
+        before = int(m)
+    return None
+
+
+def reported(rows, task, arms):
+    """The rows of a task that count, {arm: rows}, without the arms that are not finished."""
+    found = {}
+    for arm in arms:
+        of_arm = []
+        for row in rows:
+            same = all(row[name] == getattr(task, name) for name in TASK_FIELDS)
+            if row["arm"] == arm and same and row["seed"] in SEEDS:
+                of_arm.append(row)
+        if len(of_arm) == len(SEEDS):
+            found[arm] = of_arm
+    return found
+
+
+TASK_FIELDS = ("pairs", "tau", "heads", "steps", "crowd_in_training")
+
+
+def seeds_of(rows, what, m):
+    """The values of all seeds in one cell, per cent: "28 27 28"."""
+    return " ".join(f"{100 * row[what][m]:.0f}" for row in rows)
+
+
+def accuracy_table(found, what="accuracy"):
+    """A row for each arm: the per cent of right answers by the size of the crowd, all seeds."""
+    import pandas as pd
+
+    table = []
+    for arm, rows in found.items():
+        cells = {f"m = {m}": seeds_of(rows, what, m) for m in rows[0][what]}
+        table.append({"arm": arm, **cells})
+    return pd.DataFrame(table)
+
+
+def summary_table(found):
+    """A row for each arm: its rate, lambda, losses, border, and how often the right pair leads."""
+    import pandas as pd
+
+    table = []
+    for arm, rows in found.items():
+        lambdas = [abs(row["lambda"]) for row in rows if row["lambda"] is not None]
+        borders = [border(row) for row in rows]
+        first = [sum(row["largest_is_right"]) / len(row["largest_is_right"]) for row in rows]
+        table.append({
+            "arm": arm,
+            "lr": rows[0]["lr"],
+            "loss, plain texts": f"{mean(row['losses']['0'] for row in rows):.3f}",
+            "loss, with crowds": f"{mean(row['loss'] for row in rows):.3f}",
+            "half right at a crowd of": " ".join("–" if b is None else f"{b:.1f}" for b in borders),
+            "right pair has the largest weight": f"{mean(first):.0%}",
+            "lambda": " ".join(f"{lam:.2f}" for lam in lambdas) or "–",
+        })
+    return pd.DataFrame(table)
+
+
+def mean(numbers):
+    numbers = list(numbers)
+    return sum(numbers) / len(numbers)
+
+
+def contrast_table(found):
+    """The primary contrasts: differences of the loss with Welch intervals of 98.3 %."""
+    import pandas as pd
+    from scipy import stats
+
+    table = []
+    for arm, base in CONTRASTS:
+        if arm in found and base in found:
+            a = [row["loss"] for row in found[arm]]
+            b = [row["loss"] for row in found[base]]
+            interval = stats.ttest_ind(a, b, equal_var=False).confidence_interval(0.983)
+            table.append({
+                "contrast": f"{arm} − {base}",
+                "difference of the loss": f"{mean(a) - mean(b):+.3f}",
+                "98.3 % interval": f"{interval.low:+.3f} to {interval.high:+.3f}",
+            })
+    return pd.DataFrame(table)
+
+
+def draw_accuracy(ax, found, tau=None):
+    """Right answers by the size of the crowd: a thin line for a seed, a thick one for the mean."""
+    for arm, rows in found.items():
+        color, line = LOOKS[short(arm)]
+        sizes = [int(m) for m in rows[0]["accuracy"]]
+        curves = []
+        for row in rows:
+            curve = [100 * accuracy for accuracy in row["accuracy"].values()]
+            curves.append(curve)
+            ax.plot(sizes, curve, color=color, linewidth=0.8, alpha=0.5)
+        middle = [mean(column) for column in zip(*curves)]
+        ax.plot(sizes, middle, line, color=color, linewidth=2.5, label=short(arm))
+    if tau is not None:
+        ax.axvline(math.exp(tau), color="black", linestyle=":")
+        ax.text(math.exp(tau) + 1, 50, f"e^τ = {math.exp(tau):.1f}")
+    ax.set_xlabel("pairs that agree")
+    ax.set_ylabel("right answers, %")
+    ax.set_ylim(-3, 103)
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+
+
+# colour and line of each arm in a figure, under its short name
+LOOKS = {
+    "one map": ("#0072B2", "-"),
+    "sum of two": ("#56B4E9", "--"),
+    "A − λU": ("#009E73", "-"),
+    "difference": ("#D55E00", "--"),
+    "signed": ("#777777", ":"),
+    "delta rule": ("#000000", ":"),
+}
+
+
+def short(arm):
+    """The name of an arm in a figure."""
+    names = {"softmax minus average": "A − λU", "linear minus average": "A − λU"}
+    names |= {"softmax sum": "sum of two", "linear sum": "sum of two", "delta": "delta rule"}
+    names |= {"diff": "difference", "diff_linear": "difference", "softmax": "one map"}
+    return (names | {"linear": "one map"}).get(arm, arm)
+
+
+def crowd_figure(softmax, linear):
+    figure, (left, right) = report.new_figure(columns=2, width=9, height=5.5, sharey=True)
+    draw_accuracy(left, softmax, tau=2.0)
+    left.set_title("softmax, logits up to 2", pad=75)
+    draw_accuracy(right, linear)
+    right.set_title("linear attention", pad=75)
+    right.set_ylabel("")
+    return figure
+
+
+def law_figure(rows):
+    """The crowd that outvotes one head against the cap of its logits, beside e^tau."""
+    figure, (ax,) = report.new_figure(width=6, height=4.5)
+    taus = [1.5, 2.0, 2.5, 3.0, 3.5]
+    steps = [1.4 + 0.05 * i for i in range(45)]
+    ax.plot(steps, [math.exp(tau) for tau in steps], ":", color="black", label="e^τ")
+    markers = {"softmax": "o", "softmax minus average": "s", "diff": "^"}
+    for arm, marker in markers.items():
+        x = []
+        y = []
+        for tau in taus:
+            task = Task(tau=tau, heads=1, steps=1500)
+            for row in reported(rows, task, [arm]).get(arm, []):
+                x.append(tau)
+                y.append(border(row) or 52)  # above the line: never
+        ax.plot(x, y, marker, color=LOOKS[short(arm)][0], alpha=0.6, label=short(arm))
+    ax.axhline(48, color="#777777", linewidth=0.8)
+    ax.text(1.4, 49, "not outvoted by 48", va="bottom")
+    ax.set_xlabel("largest logit τ")
+    ax.set_ylabel("crowd with half right")
+    ax.set_ylim(0, 58)
+    ax.legend(loc="center right")
+    return figure
+
+
+def publish(args):
+    """Writes the tables, the data and the figures of all arms that are finished."""
+    rows = Cache(args.out / "runs.jsonl").rows
+    tasks = {
+        "Softmax, one head, τ = 2": (Task(tau=2.0, heads=1, steps=1500), SOFTMAX),
+        "Softmax, two heads, τ = 2": (Task(tau=2.0, heads=2, steps=1500), SOFTMAX),
+        "Softmax, four heads, τ = 2": (Task(tau=2.0, heads=4, steps=1500), SOFTMAX),
+        "Linear attention, 8,000 steps": (Task(), LINEAR),
+        "Linear attention, 2,000 steps": (Task(steps=2000), LINEAR),
+        "Trained with crowds, 2,000 steps": (Task(steps=2000, crowd_in_training=True), LINEAR),
+        "Linear attention, 128 pairs": (Task(pairs=128), LINEAR),
+    }
+    for tau in (1.5, 2.5, 3.0, 3.5, None):
+        name = "no cap" if tau is None else f"τ = {tau}"
+        tasks[f"Softmax, one head, {name}"] = (Task(tau=tau, heads=1, steps=1500), SOFTMAX)
+    tables = {}
+    for heading, (task, arms) in tasks.items():
+        found = reported(rows, task, arms)
+        if not found:
+            continue
+        contrasts = contrast_table(found)
+        if len(contrasts) > 0:
+            tables[f"{heading}: the three contrasts"] = contrasts
+        tables[f"{heading}: right answers, %, by the crowd m"] = accuracy_table(found)
+        tables[f"{heading}: the same without the crowd's pairs"] = accuracy_table(
+            found, "accuracy_hidden"
+        )
+        tables[f"{heading}: m agreeing pairs beside the others"] = accuracy_table(
+            found, "accuracy_long"
+        )
+        tables[f"{heading}: more"] = summary_table(found)
+    conditions = {
+        "seeds": f"rates chosen on {CHOOSE_ON}, these are {SEEDS}, side by side in a cell",
+        "precision": "float32, one thread",
+    }
+    softmax = reported(rows, Task(tau=2.0, heads=1, steps=1500), SOFTMAX)
+    linear = reported(rows, Task(), LINEAR) or reported(rows, Task(steps=2000), LINEAR)
+    figure = crowd_figure(softmax, linear)
+    report.publish(args.publish, "lookup", "The look-up", tables, rows, conditions, figure)
+    law_figure(rows).savefig(args.publish / "law.png")
+    models = {}
+    for arm, of_arm in softmax.items():
+        settings = {name: of_arm[0][name] for name in (*TASK_FIELDS, "lr", "seed")}
+        models[arm], _ = train_reader(arm, **settings)
+    votes_figure(models, 64, 16).savefig(args.publish / "votes.png")
+
+
+def votes_figure(models, pairs, m):
+    """What a query gives to the right pair and to a crowd of m together, for trained models."""
+    figure, (ax,) = report.new_figure(width=6, height=4)
+    width = 0.38
+    for number, (arm, model) in enumerate(models.items()):
+        texts = test_texts(pairs, m, 128)
+        with torch.no_grad():
+            _, normed = model.normed_input(texts)
+            A = model.attention_map(normed).mean(1)  # (B, QUERIES, T), one head
+        A = A.gather(-1, texts.place[:, None].expand(-1, QUERIES, -1))  # in the order of drawing
+        crowd = A[..., :m].sum(-1).mean().item()
+        right = A[..., -QUERIES:].diagonal(dim1=-2, dim2=-1).mean().item()
+        ax.bar(number - width / 2, right, width, color="#009E73")
+        ax.bar(number + width / 2, crowd, width, color="#D55E00")
+    ax.bar(0, 0, color="#009E73", label="the right pair")
+    ax.bar(0, 0, color="#D55E00", label=f"the {m} that agree, together")
+    ax.axhline(0, color="black", linewidth=0.8)
+    ax.set_xticks(range(len(models)), [short(arm) for arm in models])
+    ax.set_ylabel("weight")
+    ax.legend(loc="upper right", frameon=False)
+    return figure
+
+
+def demo(args):
+    """Trains three models with one head and logits up to 2, and shows what a crowd does to them."""
+    import pandas as pd
+
+    torch.set_num_threads(1)
+    task = Task(tau=2.0, heads=1, steps=1500)
+    runs = []
+    models = {}
+    with tqdm(total=task.steps * len(DEMO_RATES), unit=" steps", mininterval=1) as bar:
+        for arm, lr in DEMO_RATES.items():
+            bar.set_description(arm)
+            settings = dict(pairs=task.pairs, tau=task.tau, heads=task.heads, steps=task.steps)
+            settings |= dict(lr=lr, seed=args.seed, crowd_in_training=False)
+            start = time.process_time()
+            model, curve = train_reader(arm, **settings, bar=bar)
+            models[arm] = model
+            runs.append(dict(arm=arm, **settings) | measure(model, arm, curve, start))
+    table = []
+    for row in runs:
+        cells = {f"{m} agree": f"{100 * a:.0f}" for m, a in row["accuracy"].items()}
+        table.append({"arm": row["arm"], **cells})
+    tables = {"Right answers in per cent": pd.DataFrame(table)}
+    figure, (ax,) = report.new_figure(width=6, height=4.5)
+    draw_accuracy(ax, {row["arm"]: [row] for row in runs}, task.tau)
+    conditions = {
+        "task": "64 pairs a text, of which some agree with each other; guessing finds 1 %",
+        "trained on": f"texts in which no pairs agree, {task.steps} steps, seed {args.seed}",
+    }
+    title = "A look-up among 64 pairs, when some of the others agree"
+    report.publish(args.out, "demo", title, tables, runs, conditions, figure)
+    votes_figure(models, task.pairs, 16).savefig(args.out / "votes.png")
+    print(f"the picture is {args.out}/demo.png, the data {args.out}/demo.json, and "
+          f"{args.out}/votes.png shows the weights behind it")
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(
         prog="python -m experiments.lookup",
@@ -428,11 +710,20 @@ def main(argv=None):
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    verbs = {"softmax": softmax_experiment, "linear": linear_experiment}
-    parser.add_argument("verb", nargs="?", choices=verbs)
-    parser.add_argument("--out", type=Path, default=Path("out/lookup"))
+    verbs = {"softmax": softmax_experiment, "linear": linear_experiment, "publish": publish}
+    parser.add_argument("verb", nargs="?", choices=verbs, help="without one: see it in a minute")
+    parser.add_argument("--seed", type=count, default=1, help="of the models without a verb (1)")
+    parser.add_argument("--out", type=Path, default=Path("out/lookup"),
+                        help="folder for the runs and the pictures (out/lookup)")
+    parser.add_argument("--publish", type=Path, default=Path("out/lookup"),
+                        help="folder for the tables and figures of `publish` (out/lookup)")
     args = parser.parse_args(argv)
-    verbs[args.verb](Cache(args.out / "runs.jsonl"))
+    if args.verb is None:
+        demo(args)
+    elif args.verb == "publish":
+        publish(args)
+    else:
+        verbs[args.verb](Cache(args.out / "runs.jsonl"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """What more than one of the test files needs."""
-import os
 import runpy
-import signal
 import sys
 from pathlib import Path
 
@@ -12,19 +10,8 @@ TOP = Path(__file__).parent.parent  # of the repository
 # flags of train.py for a run of a second: 24 steps of 4 sequences of 32 bytes
 TOY = [
     "--device=cpu", "--n_layer=1", "--n_embd=32", "--n_head=2", "--block_size=32", "--batch_size=4",
-    "--steps=24", "--eval_every=8", "--log_every=1", "--save_every=2", "--eval_tokens=256",
+    "--steps=24", "--eval_every=4", "--log_every=1", "--eval_tokens=256",
 ]
-
-
-def contents(folder, pattern="*"):
-    """The bytes of the files in a folder, by name."""
-    return {path.name: path.read_bytes() for path in Path(folder).glob(pattern)}
-
-
-def assert_value_error(says, function, *args, **kwargs):
-    """Calls the function, which has to raise a ValueError whose message matches `says`."""
-    with pytest.raises(ValueError, match=says):
-        function(*args, **kwargs)
 
 
 def complaint(command, monkeypatch, capsys):
@@ -35,8 +22,6 @@ def complaint(command, monkeypatch, capsys):
     """
     program, *flags = command.split()
     monkeypatch.setattr(sys, "argv", [program, *flags])
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    monkeypatch.setattr(signal, "signal", lambda *args: None)  # Ctrl-C must go on to stop the tests
     with pytest.raises(SystemExit) as error:
         runpy.run_path(str(TOP / program), run_name="__main__")
     assert error.value.code not in (0, None), f"{command} was not refused"
