@@ -5,8 +5,8 @@ Looks into trained models: what they attend to, and how large their numbers beco
     python -m experiments.checkpoints maps --ckpt out/softmax out/diff --text="One, two, one,"
     python -m experiments.checkpoints outliers --ckpt out/softmax* out/diff*
 
-A checkpoint is a file or the folder of a run. Checkpoints that differ in their rate and seed alone
-are averaged. Tables and figures with numbers are those of Differential Transformer, 2410.05258.
+A checkpoint is a file or the folder of a run. Checkpoints that differ in their seed alone are
+averaged. Tables and figures with numbers are those of Differential Transformer, 2410.05258.
 """
 import argparse
 import math
@@ -29,7 +29,7 @@ MANUAL = "pydoc_data.topics"  # what a log calls the text that ships with Python
 
 class Checkpoint(NamedTuple):
     model: GPT
-    arm: str  # what its run's log calls it, without rate and seed
+    arm: str  # what its run's log calls it, and its rate if the arm is there at several
     seed: int
     run: dict  # the head of that log
 
@@ -41,7 +41,8 @@ def open_checkpoints(paths, device):
         if not made:
             raise ValueError("there is no checkpoint below out/: `python train.py` makes one")
         paths = made[-1:]
-    found = []
+    models = []
+    rates = {}  # of each arm
     for path in paths:
         path = path / "ckpt.pt" if path.is_dir() else path
         model = GPT.load(path, device, flash=False).eval()
@@ -49,7 +50,15 @@ def open_checkpoints(paths, device):
             raise ValueError(f"{path} does not say how it was trained, as those of train.py do")
         run = model.extra["run"]
         print(f"{path}: {run['arm']}, seed {run['seed']}", file=sys.stderr)
-        found.append(Checkpoint(model, run["arm"], run["seed"], run))
+        rates.setdefault(run["arm"], set()).add(run["lr"])
+        models.append(model)
+    found = []
+    for model in models:
+        run = model.extra["run"]
+        arm = run["arm"]
+        if len(rates[arm]) > 1:
+            arm += f" lr {run['lr']:g}"
+        found.append(Checkpoint(model, arm, run["seed"], run))
     if len({checkpoint.run["tokenizer"] for checkpoint in found}) > 1:
         raise ValueError("--ckpt: the checkpoints have different tokenizers, compare others")
     return found
@@ -314,20 +323,19 @@ def outliers(args, checkpoints):
 
 
 def draw_outliers(size_rows, runs):
-    """The largest residual by arm on the left, the cost of rounding on the right."""
+    """The largest residual by arm on the left, the cost of scores of few bits on the right."""
     import pandas as pd
 
     sizes = pd.DataFrame(size_rows)
     sizes = sizes[sizes["of"] == "residual stream"]
-    figure, (left, right) = report.new_figure(columns=2, width=11, height=5)
+    costs = pd.DataFrame(runs)
+    fewest = f"{min(BITS)} bits"
+    figure, (left, right) = report.new_figure(columns=2, width=11, height=5, sharey=True)
     report.dots(left, sizes, report.means(sizes, "top 1"), "top 1")
-    left.set(xlabel="largest residual activation", xlim=(0, None))
-    names = [f"{bits} bits" for bits in BITS]
-    costs = pd.DataFrame(runs).melt(["arm", "seed"], names, "bits", "cost")
-    costs["bits"] = costs["bits"].str.split().str[0].astype(int)
-    report.lines(right, costs, "bits", "cost", each="seed")
-    right.set(xlabel="bits of a score", ylabel="loss above exact, nats", xticks=BITS, yscale="log")
-    return figure  # the colours on the right are those of the left
+    left.set(xlabel="largest residual", xlim=(0, None))
+    report.dots(right, costs, report.means(costs, fewest), fewest)
+    right.set(xlabel=f"cost of {fewest}, nats", xlim=(0, None))
+    return figure
 
 
 # the command line

@@ -391,7 +391,7 @@ def publish(name, table, runs, out):
     }
     figure, (ax,) = report.new_figure(width=9, height=2 + 0.45 * len(losses))
     report.dots(ax, reported, report.means(reported))
-    ax.set(xlabel=f"val loss, {unit} (dots: runs; bars: 95 % intervals)")
+    ax.set(xlabel=f"val loss, {unit}")
     report.publish(out, name, table.title, tables, runs.to_dict("records"), conditions, figure)
 
 

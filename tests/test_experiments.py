@@ -286,6 +286,14 @@ def test_a_page_of_a_first_run(tmp_path, capsys):
     assert exact == pytest.approx([records[-1]["val_loss"] for records in logs], abs=1e-4)
 
 
+def test_an_arm_with_two_rates_is_two_arms(tmp_path):
+    train.main(f"{TINY} --attn=linear --lr=1e-3,2e-3 --seed=3,4".split())
+    found = checkpoints.open_checkpoints(sorted(tmp_path.glob("out/*")), "cpu")
+    assert [c.arm.split()[1:] for c in found] == [["lr", "0.001"]] * 2 + [["lr", "0.002"]] * 2
+    found = checkpoints.open_checkpoints(sorted(tmp_path.glob("out/*lr1e-3*")), "cpu")
+    assert {c.arm for c in found} == {found[0].run["arm"]}
+
+
 @pytest.mark.parametrize("flags", ["maps", "maps --ckpt=x", "maps --text=a", "maps --layer=9",
                                    "maps --head=9", "outliers --tokens=3"])
 def test_wrong_flags_end_in_a_sentence(flags):
