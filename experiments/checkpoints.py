@@ -9,7 +9,6 @@ A checkpoint is a file or the folder of a run. Checkpoints that differ in their 
 averaged. Tables and figures with numbers are those of Differential Transformer, 2410.05258.
 """
 import argparse
-import math
 import sys
 from dataclasses import replace
 from pathlib import Path

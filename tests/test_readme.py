@@ -54,11 +54,15 @@ def test_its_arm_trains_and_samples():
     Path("myarm.py").write_text(block)
     commands = [command for command in COMMANDS if "myarm.py" in command]
     assert len(commands) == 2
-    short = ["--n_layer=1 --eval_tokens=256", "--max_new_tokens=5"]
-    for command, more in zip(commands, short):
+    environment = {"PYTHONPATH": str(HERE), "PATH": "", "OMP_NUM_THREADS": "1"}
+    said = ""
+    for command, more in zip(commands, ["--n_layer=1 --eval_tokens=256", "--max_new_tokens=5"]):
         words = shlex.split(command)[1:] + more.split() + ["--device=cpu"]
-        environment = {"PYTHONPATH": str(HERE), "PATH": "", "OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, *words], check=True, env=environment, capture_output=True)
+        said += subprocess.check_output([sys.executable, *words], env=environment, text=True)
+    # and so does the command that training prints
+    (printed,) = [line for line in said.splitlines() if line.startswith("sample from it:")]
+    words = shlex.split(printed.removeprefix("sample from it:"))[1:]
+    subprocess.run([sys.executable, *words], check=True, env=environment, capture_output=True)
     assert Path("out/qknorm-n_layer1/ckpt.pt").exists()
 
 

@@ -1,5 +1,4 @@
 """train.py and sample.py: batches, flags, a run and its files, and all the ways it can end."""
-import json
 import math
 import multiprocessing
 import os
@@ -17,7 +16,7 @@ import sample
 import train
 from data import Shards
 from helpers import TOP, TOY, complaint
-from model import ATTENTION, GPT, GPTConfig, Softmax
+from model import GPT, GPTConfig
 
 torch.set_num_threads(1)  # on tensors this small, threads only wait for one another
 
@@ -246,26 +245,6 @@ def test_sample_prints_whole_characters_and_stops_at_the_end_of_a_text(story, mo
     assert "".join(written) == "é🙂\n\n--- sample 2\nab\n"
     assert "é" in written
     assert "🙂" in written
-
-
-def test_the_command_that_an_arm_of_ones_own_prints_works():
-    Path("myarm.py").write_text(f"""
-import train
-from model import ATTENTION, Softmax
-
-class Mine(Softmax):
-    pass
-
-ATTENTION["mine"] = Mine
-if __name__ == "__main__":
-    train.main({[*TOY, "--steps=1", "--attn=mine"]})
-""")
-    environment = os.environ | {"PYTHONPATH": str(TOP)}
-    said = subprocess.check_output([sys.executable, "myarm.py"], env=environment, text=True)
-    (command,) = [line for line in said.splitlines() if line.startswith("sample from it:")]
-    command = command.removeprefix("sample from it:").replace("python ", sys.executable + " ", 1)
-    said = subprocess.check_output(command, env=environment, shell=True, stderr=subprocess.STDOUT)
-    assert b"mine, step 1" in said
 
 
 # stopping and going on
