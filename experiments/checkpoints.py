@@ -21,6 +21,7 @@ import report
 import train
 from data import get_tokenizer, load_data
 from model import GPT, pick_device
+from sample import find_checkpoint
 
 BITS = [8, 6, 4]
 MANUAL = "pydoc_data.topics"  # what a log calls the text that ships with Python
@@ -35,15 +36,10 @@ class Checkpoint(NamedTuple):
 
 def open_checkpoints(paths, device):
     """The checkpoints at these paths, or the newest one below out/. ValueError if there is none."""
-    if not paths:
-        made = sorted(Path("out").glob("**/ckpt.pt"), key=lambda path: path.stat().st_mtime)
-        if not made:
-            raise ValueError("there is no checkpoint below out/: `python train.py` makes one")
-        paths = made[-1:]
     models = []
     rates = {}  # of each arm
-    for path in paths:
-        path = path / "ckpt.pt" if path.is_dir() else path
+    for path in paths or [None]:
+        path = find_checkpoint(path)
         model = GPT.load(path, device, flash=False).eval()
         if "run" not in model.extra:
             raise ValueError(f"{path} does not say how it was trained, as those of train.py do")

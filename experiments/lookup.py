@@ -313,12 +313,18 @@ def test_on(model, texts):
 
 
 @torch.no_grad()
+def weights_of_pairs(model, texts):
+    """What each query takes from each pair, (B, heads, QUERIES, N), in the order of drawing."""
+    _, normed = model.normed_input(texts)
+    A = model.attention_map(normed)  # (B, heads, QUERIES, T)
+    return A.gather(-1, texts.place[:, None, None].expand(*A.shape[:3], -1))
+
+
 def largest_is_right(model, texts):
     """For each head, the share of the queries' rows in which the right pair weighs most."""
-    _, normed = model.normed_input(texts)
-    A = model.attention_map(normed)[..., :-QUERIES]  # (B, heads, QUERIES, N)
-    asked = texts.place[:, None, -QUERIES:]  # (B, 1, QUERIES)
-    return (A.argmax(-1) == asked).float().mean((0, 2)).tolist()
+    first = weights_of_pairs(model, texts).argmax(-1)  # (B, heads, QUERIES)
+    right = torch.arange(first.shape[-1]) + model.pairs - QUERIES
+    return (first == right).float().mean((0, 2)).tolist()
 
 
 def run_once(arm, pairs, tau, heads, steps, lr, seed, crowd_in_training):
@@ -574,27 +580,33 @@ def crowd_figure(softmax, linear):
 
 
 def law_figure(rows):
-    """The crowd that outvotes one head against the cap of its logits, beside e^tau."""
-    figure, (ax,) = report.new_figure(width=6, height=4.5)
-    taus = [1.5, 2.0, 2.5, 3.0, 3.5]
-    steps = [1.4 + 0.05 * i for i in range(45)]
-    ax.plot(steps, [math.exp(tau) for tau in steps], ":", color="black", label="e^τ")
-    markers = {"softmax": "o", "softmax minus average": "s", "diff": "^"}
-    for arm, marker in markers.items():
+    """The crowd that outvotes a model against the cap of its logits, beside e^tau."""
+    figure, (ax,) = report.new_figure(width=6, height=5)
+    line = [1.4 + 0.05 * i for i in range(46)]
+    ax.plot(line, [math.exp(tau) for tau in line], ":", color="black", label="e^τ")
+    # which models, their place beside the cap, and their look
+    kinds = [
+        ("one map", "softmax", 1, 0.0, "o", "#0072B2"),
+        ("two heads", "softmax", 2, 0.1, "v", "#0072B2"),
+        ("four heads", "softmax", 4, 0.2, "*", "#0072B2"),
+        ("A − λU", "softmax minus average", 1, -0.06, "s", "#009E73"),
+        ("difference", "diff", 1, 0.06, "^", "#D55E00"),
+    ]
+    for label, arm, heads, beside, marker, color in kinds:
         x = []
         y = []
-        for tau in taus:
-            task = Task(tau=tau, heads=1, steps=1500)
+        for tau in (1.5, 2.0, 2.5, 3.0, 3.5):
+            task = Task(tau=tau, heads=heads, steps=1500)
             for row in reported(rows, task, [arm]).get(arm, []):
-                x.append(tau)
-                y.append(border(row) or 52)  # above the line: never
-        ax.plot(x, y, marker, color=LOOKS[short(arm)][0], alpha=0.6, label=short(arm))
+                x.append(tau + beside)
+                y.append(border(row) or 52)  # above the line: not by any crowd
+        ax.plot(x, y, marker, color=color, markersize=9, alpha=0.6, label=label)
     ax.axhline(48, color="#777777", linewidth=0.8)
-    ax.text(1.4, 49, "not outvoted by 48", va="bottom")
+    ax.text(1.4, 54.5, "not outvoted by 48")
     ax.set_xlabel("largest logit τ")
-    ax.set_ylabel("crowd with half right")
-    ax.set_ylim(0, 58)
-    ax.legend(loc="center right")
+    ax.set_ylabel("half are right at")
+    ax.set_ylim(0, 60)
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
     return figure
 
 
@@ -643,32 +655,43 @@ def publish(args):
     if any(row["tau"] not in (None, 2.0) for row in rows):  # else it would show a single cap
         law_figure(rows).savefig(args.publish / "law.png")
     models = {}
-    for arm, of_arm in softmax.items():
-        settings = {name: of_arm[0][name] for name in (*TASK_FIELDS, "lr", "seed")}
+    for arm in DEMO_RATES:
+        settings = {name: softmax[arm][0][name] for name in (*TASK_FIELDS, "lr", "seed")}
         models[arm], _ = train_reader(arm, **settings)
-    votes_figure(models, 64, 16).savefig(args.publish / "votes.png")
+    rows_figure(models, 64, 16).savefig(args.publish / "rows.png")
 
 
-def votes_figure(models, pairs, m):
-    """What a query gives to the right pair and to a crowd of m together, for trained models."""
-    figure, (ax,) = report.new_figure(width=6, height=4)
-    width = 0.38
-    for number, (arm, model) in enumerate(models.items()):
-        texts = test_texts(pairs, m, 128)
-        with torch.no_grad():
-            _, normed = model.normed_input(texts)
-            A = model.attention_map(normed).mean(1)  # (B, QUERIES, T), one head
-        A = A.gather(-1, texts.place[:, None].expand(-1, QUERIES, -1))  # in the order of drawing
-        crowd = A[..., :m].sum(-1).mean().item()
-        right = A[..., -QUERIES:].diagonal(dim1=-2, dim2=-1).mean().item()
-        ax.bar(number - width / 2, right, width, color="#009E73")
-        ax.bar(number + width / 2, crowd, width, color="#D55E00")
-    ax.bar(0, 0, color="#009E73", label="the right pair")
-    ax.bar(0, 0, color="#D55E00", label=f"the {m} that agree, together")
-    ax.axhline(0, color="black", linewidth=0.8)
-    ax.set_xticks(range(len(models)), [short(arm) for arm in models])
-    ax.set_ylabel("weight")
-    ax.legend(loc="upper right", frameon=False)
+def rows_figure(models, pairs, m):
+    """Why: what one query takes from each pair, and then from each value, when m pairs agree.
+
+    models: {arm: a trained Reader}. A column shows the head that most often finds the right pair.
+    """
+    figure, axes = report.new_figure(2, len(models), width=9, height=7, sharex=True, sharey="row")
+    texts = test_texts(pairs, m)
+    right = pairs - QUERIES  # what the first query asks for
+    grey, green, orange = "#AAAAAA", "#009E73", "#D55E00"
+    for column, (arm, model) in enumerate(models.items()):
+        shares = largest_is_right(model, texts)
+        head = shares.index(max(shares))
+        weights = weights_of_pairs(model, texts)[0, head, 0]  # (N,), of the first text
+        by_pair = axes[column]
+        by_pair.set_title(short(arm))
+        by_pair.bar(range(pairs), weights, 1, color=grey)
+        by_pair.bar(range(m), weights[:m], 1, color=orange)
+        by_pair.bar(right, weights[right], 2, color=green)
+
+        by_value = axes[len(models) + column]
+        by_value.bar(range(m, pairs), weights[m:], 1, color=grey)
+        for x, votes, color in ((m / 2, weights[:m].sum(), orange), (right, weights[right], green)):
+            by_value.bar(x, votes, 5, color=color)
+            said = round(votes.item(), 2) + 0.0  # 0.0 and not -0.0
+            by_value.text(x, max(votes, 0) + 0.005, f"{said:.2f}", ha="center")
+    for ax in axes:
+        ax.axhline(0, color="black", linewidth=0.8)
+        ax.set_xticks([])
+        ax.locator_params(axis="y", nbins=4)
+    axes[0].set_ylabel("each pair")
+    axes[len(models)].set_ylabel("each value")
     return figure
 
 
@@ -702,9 +725,9 @@ def demo(args):
     }
     title = "A look-up among 64 pairs, when some of the others agree"
     report.publish(args.out, "demo", title, tables, runs, conditions, figure)
-    votes_figure(models, task.pairs, 16).savefig(args.out / "votes.png")
+    rows_figure(models, task.pairs, 16).savefig(args.out / "rows.png")
     print(f"the picture is {args.out}/demo.png, the data {args.out}/demo.json, and "
-          f"{args.out}/votes.png shows the weights behind it")
+          f"{args.out}/rows.png shows the weights behind it")
 
 
 def main(argv=None):

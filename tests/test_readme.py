@@ -4,13 +4,10 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-import sample
-import train
 from model import MLP, GPTConfig, matched_width
 
 HERE = Path(__file__).parent.parent
@@ -100,10 +97,13 @@ def help_of(program, verb, capsys):
 @pytest.mark.parametrize("command", sorted(set(COMMANDS)))
 def test_its_flags_exist(command, capsys):
     words = shlex.split(command.split(" and ")[0])
-    programs = [word for word in words if word.endswith(".py") or word.startswith("experiments.")]
+    folders = ("experiments.", "integrations.")
+    programs = [word for word in words if word.endswith(".py") or word.startswith(folders)]
     program = programs[0].removesuffix(".py")
     if program in ("myarm", "model"):
         return
+    if program.startswith("integrations."):
+        pytest.importorskip("lm_eval", reason="needs requirements-extra.txt")
     rest = words[words.index(programs[0]) + 1 :]
     verb = rest[:1] if rest and not rest[0].startswith("-") else []
     known = set(re.findall(r"--[\w-]+", help_of(program, verb, capsys)))
@@ -111,14 +111,42 @@ def test_its_flags_exist(command, capsys):
     assert flags <= known
 
 
-def test_every_flag_is_met_on_a_page_or_in_a_help_text():
-    """A program or a verb that neither README nor a page names has not earned its place."""
+def test_every_program_stands_on_a_page():
+    """What neither README nor a page names has not earned its place."""
     pages = "\n".join(page.read_text() for page in PAGES)
-    programs = [*HERE.glob("*.py"), *HERE.glob("experiments/*.py"), *HERE.glob("integrations/*.py")]
-    for path in programs:
-        if path.name not in ("conftest.py",):
-            assert path.name in pages or path.stem in pages, path
-    for config in (train.Config, sample.Config):
-        for field in fields(config):
-            if "help" in field.metadata:
-                assert field.metadata["help"], field.name
+    for path in HERE.glob("*.py"):
+        if path.name != "conftest.py":
+            assert path.name in pages, path
+    for folder in ("experiments", "integrations"):
+        for path in HERE.glob(f"{folder}/*.py"):
+            if path.stem not in ("__init__", "sweep"):  # sweep is a part of the others
+                assert f"python -m {folder}.{path.stem}" in pages, path
+
+
+def programs():
+    """Each program of ours with the verbs that it has."""
+    for program in ("train", "sample", "prepare_fineweb"):
+        yield program, ""
+    for verb in ("loss", "speed", "decode"):
+        yield "bench", verb
+    for verb in ("toy", "average", "controls", "table6", "gpt2"):
+        yield "experiments.text", verb
+    for verb in ("softmax", "linear", "publish"):
+        yield "experiments.lookup", verb
+    for verb in ("maps", "outliers"):
+        yield "experiments.checkpoints", verb
+    yield "integrations.lm_eval", ""
+
+
+@pytest.mark.parametrize("program,verb", list(programs()))
+def test_every_flag_and_verb_stands_on_a_page(program, verb, capsys):
+    if program.startswith("integrations."):
+        pytest.importorskip("lm_eval", reason="needs requirements-extra.txt")
+    pages = "\n".join(page.read_text() for page in PAGES)
+    command = program + ".py" if "." not in program else "-m " + program
+    if verb:
+        assert f"python {command} {verb}" in pages
+    flags = set(re.findall(r"^  (--[\w-]+)", help_of(program, [verb] if verb else [], capsys), re.M))
+    known = set(re.findall(r"(--[\w-]+)", pages))
+    known |= {flag.replace("--no-", "--", 1) for flag in known}
+    assert flags - {"--help"} <= known
