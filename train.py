@@ -11,11 +11,11 @@ $ python train.py --attn=softmax,diff,linear,diff_linear --seed=1,2,3
 On one machine with eight GPUs:
 $ torchrun --standalone --nproc_per_node=8 train.py --attn=diff
 
-Stop it whenever you like, with Ctrl-C or kill -9. The same command goes on from the last
-checkpoint, and on a CPU it ends in the same bits as if nothing had happened. (A GPU may add up in
-another order.) That works because the batch of a step is a pure function of (data, seed, step,
-rank, number of processes): there is no data loader whose state we would have to save. It also means
-that all arms see the same tokens in the same order.
+Stop it whenever you like, with Ctrl-C or kill -9. The same command (without --restart) goes on from
+the last checkpoint, and on a CPU it ends in the same bits as if nothing had happened. (A GPU may add
+up in another order.) That works because the sequences of a step follow from the data, the seed and
+the number of the step: there is no data loader whose state we would have to save. It also means that
+all arms see the same tokens in the same order.
 """
 import argparse
 import json
@@ -48,11 +48,8 @@ from model import ATTENTION, GPT, GPTConfig, Softmax, pick_device, pick_dtype, u
 
 PROMPT = "Once upon a time"  # what a sample at each evaluation starts with
 
-# bf16 FLOP/s without sparsity, from NVIDIA's data sheets
-PEAK = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
-
 # -----------------------------------------------------------------------------
-# flags. Each program has a dataclass with all its settings, and each of its fields is a flag
+# the settings of a run
 
 
 def flag(default, help, **more):
@@ -88,68 +85,6 @@ def arm(text):
     if text not in ATTENTION:  # an arm from another file is in it as well
         raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(ATTENTION)}")
     return text
-
-
-def comma_list(of):
-    def parse_list(text):
-        return list(dict.fromkeys(of(part) for part in text.split(",")))
-
-    return parse_list
-
-
-TYPES = {int: positive, float: number, str: str, Path: Path}
-
-
-def parse_flags(cls, argv=None, description=None, presets=None):
-    """The flags that a command line gives, as a dict: cls(**parse_flags(cls)) has all settings.
-
-    cls is a dataclass whose fields are made by flag(). presets: {name: the defaults that differ}.
-    """
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s [--flag=value ...]    (--help lists the flags)",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,  # a flag that is not given is not in the result
-        allow_abbrev=False,
-    )
-    for f in fields(cls):
-        more = dict(f.metadata)
-        if "help" not in more:
-            continue  # not a flag
-        defaults = {"default": f.default}
-        for name, preset in (presets or {}).items():
-            defaults[name] = preset.get(f.name)
-        said = [f"{name}: {value}" for name, value in defaults.items() if value is not None]
-        if said:
-            more["help"] += f" ({', '.join(said)})"
-        kind = (get_args(f.type) or [f.type])[0]  # int of "int | None"
-        if kind is bool:
-            more["action"] = argparse.BooleanOptionalAction
-        else:
-            more.setdefault("type", TYPES.get(kind))
-        if more.pop("many", False):
-            more["type"] = comma_list(more["type"])
-        parser.add_argument(f"--{f.name}", **more)
-    return vars(parser.parse_args(argv))
-
-
-def cli(main):
-    """Runs the main function of a program. An error that a user can mend ends in one line."""
-    program = Path(sys.argv[0]).name
-    try:
-        main()
-    except KeyboardInterrupt as e:
-        print(f"\n{program}: stopped, {e}", file=sys.stderr)
-        sys.exit(130)  # what a shell expects after Ctrl-C
-    except (ValueError, OSError) as e:
-        sys.exit(f"{program}: {e}")
-    except torch._dynamo.exc.TorchDynamoException as e:
-        reason = " ".join(str(e).split("\n\n")[0].split())
-        sys.exit(f"{program}: torch.compile failed, --no-compile does without it. It says: {reason}")
-
-
-# -----------------------------------------------------------------------------
-# the settings of a run
 
 
 @dataclass
@@ -273,69 +208,10 @@ PRESETS = {
     ),
 }
 
-# a run may go on with other ones of these, which change its speed or its last digits at most. All
-# other settings are its identity: we refuse to go on in the folder of another run
-MAY_DIFFER = {"preset", "data", "out", "restart", "batch_size", "eval_every", "log_every"}
-MAY_DIFFER |= {"flash", "kernel", "device", "compile", "rank", "world"}
-MAY_DIFFER |= {"device_name", "torch", "python", "date", "commit"}
-MAY_DIFFER |= {"arm", "parameters", "tokens", "val"}  # they follow from the others
-# and these are not in the name of its folder either
-UNNAMED = MAY_DIFFER | {"attn", "vocab_size", "steps", "eval_tokens", "dtype"}
-
 
 def is_ours(attn):
     """Whether an arm is one of model.py, and not one that another file put into ATTENTION."""
     return ATTENTION[attn].__module__ == "model"
-
-
-def parse(argv=None):
-    """A Config for each run that a command line asks for. ValueError if flags do not fit."""
-    given = parse_flags(Config, argv, __doc__, PRESETS)
-    if "steps" in given and "tokens" in given:
-        raise ValueError("--steps and --tokens say the same thing: give one of them")
-    if "steps" in given:
-        given["tokens"] = None  # not the preset's
-
-    # the real run where it can be made, else the toy
-    if "preset" not in given:
-        shards = any(given.get("data", SHARDS).glob("*.bin"))
-        cuda = pick_device(given.get("device")).type == "cuda"
-        given["preset"] = "gpt2" if shards and cuda else "toy"
-
-    # torchrun sets these
-    given["rank"] = int(os.environ.get("RANK", 0))
-    given["world"] = int(os.environ.get("WORLD_SIZE", 1))
-    if given["world"] > 1 and torch.cuda.is_available():
-        given.setdefault("device", f"cuda:{os.environ['LOCAL_RANK']}")
-
-    lists = {name: given.pop(name) for name in ("seed", "lr", "attn") if name in given}
-    configs = []
-    for values in product(*lists.values()):
-        chosen = dict(zip(lists, values))
-        configs.append(Config(**(PRESETS[given["preset"]] | given | chosen)))
-    for config in configs:
-        if len(configs) > 1 or config.out is None:
-            config.out = (config.out or Path("out")) / run_name(config)
-    return configs
-
-
-def run_name(config, without=()):
-    """The arm, and each setting that differs from the preset: diff-nosubln-lr3e-3."""
-    defaults = {f.name: f.default for f in fields(Config)} | PRESETS[config.preset]
-    if defaults["total_batch"] is None:
-        defaults["total_batch"] = defaults["batch_size"] * defaults["block_size"]
-    parts = [config.attn]
-    for name, value in vars(config).items():
-        if name in UNNAMED or name in without or value == defaults[name]:
-            continue
-        if isinstance(value, bool):
-            parts.append(name if value else f"no{name}")
-        elif isinstance(value, float) and 0 < value < 0.01:
-            parts.append(name + np.format_float_scientific(value, trim="-", exp_digits=1))
-        else:
-            parts.append(name + repr(value).removesuffix(".0"))
-    return "-".join(parts)
-
 
 # -----------------------------------------------------------------------------
 # the data
@@ -392,14 +268,65 @@ def batch(train, config, step, micro_step):
         numbers.append(order[i % n])
     return load_sequences(train, numbers, config)
 
-
 # -----------------------------------------------------------------------------
-# evaluation
+# a step
+
+
+def learning_rate(step, config):
+    """The rate of update number step, from 0: linear up to lr, then linear down to 0."""
+    warmup = min(config.warmup, config.steps - 1)  # a short run has to get to its peak, too
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    return config.lr * (config.steps - step) / (config.steps - warmup)
+
+
+def make_optimizer(model, lr, weight_decay):
+    """AdamW. The matrices decay, the embedding among them, and norms and lambdas do not."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        dict(params=matrices, weight_decay=weight_decay),
+        dict(params=vectors, weight_decay=0.0),
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
 
 
 def autocast(config):
     """Matmuls in bf16, if config.dtype says so. Weights, norms and long sums stay in float32."""
     return torch.autocast(config.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
+
+
+def training_step(model, optimizer, train, config, step):
+    """Makes update number step, counted from 0.
+
+    Returns two tensors: the loss before the update, as the mean over this process's sequences, and
+    the norm of the gradient before clipping.
+    """
+    for param_group in optimizer.param_groups:
+        param_group["lr"] = learning_rate(step, config)
+
+    micro_steps = config.total_batch // (config.batch_size * config.block_size * config.world)
+    loss_sum = torch.zeros((), device=config.device)
+    for micro_step in range(micro_steps):
+        if config.world > 1:
+            # the processes have to average their gradients only once, in the last micro-step. The
+            # official way is a no_sync() context around the others, and this is all that it does
+            model.require_backward_grad_sync = micro_step == micro_steps - 1
+        tokens = batch(train, config, step, micro_step)
+        with autocast(config):
+            # we don't keep the logits: they are large, and the backward pass needs the room
+            loss = model(tokens[:, :-1], tokens[:, 1:])[1]
+        (loss / micro_steps).backward()
+        loss_sum += loss.detach()
+
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    # both are still tensors. To make numbers of them we would have to wait for the GPU
+    return loss_sum / micro_steps, grad_norm
+
+# -----------------------------------------------------------------------------
+# evaluation
 
 
 def sequence_losses(model, tokens):
@@ -444,100 +371,14 @@ def sample_text(model, enc, config, max_new_tokens=40):
     tokens = [token for token in tokens if token != enc.eot_token]
     return PROMPT + enc.decode(tokens, errors="replace")
 
-
 # -----------------------------------------------------------------------------
-# a step
-
-
-def learning_rate(step, config):
-    """The rate of update number step, from 0: linear up to lr, then linear down to 0."""
-    warmup = min(config.warmup, config.steps - 1)  # a short run has to get to its peak, too
-    if step < warmup:
-        return config.lr * (step + 1) / warmup
-    return config.lr * (config.steps - step) / (config.steps - warmup)
-
-
-def make_optimizer(model, lr, weight_decay):
-    """AdamW. The matrices decay, the embedding among them, and norms and lambdas do not."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [
-        dict(params=matrices, weight_decay=weight_decay),
-        dict(params=vectors, weight_decay=0.0),
-    ]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
-
-
-def training_step(model, optimizer, train, config, step):
-    """Makes update number step, counted from 0.
-
-    Returns two tensors: the loss before the update, as the mean over this process's sequences, and
-    the norm of the gradient before clipping.
-    """
-    for param_group in optimizer.param_groups:
-        param_group["lr"] = learning_rate(step, config)
-
-    micro_steps = config.total_batch // (config.batch_size * config.block_size * config.world)
-    loss_sum = torch.zeros((), device=config.device)
-    for micro_step in range(micro_steps):
-        if config.world > 1:
-            # the processes have to average their gradients only once, in the last micro-step. The
-            # official way is a no_sync() context around the others, and this is all that it does
-            model.require_backward_grad_sync = micro_step == micro_steps - 1
-        tokens = batch(train, config, step, micro_step)
-        with autocast(config):
-            # we don't keep the logits: they are large, and the backward pass needs the room
-            loss = model(tokens[:, :-1], tokens[:, 1:])[1]
-        (loss / micro_steps).backward()
-        loss_sum += loss.detach()
-
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    # both are still tensors. To make numbers of them we would have to wait for the GPU
-    return loss_sum / micro_steps, grad_norm
-
-
-# -----------------------------------------------------------------------------
-# the log
+# the log: a line that says what the run is, and a line for each step that was looked at
 
 
 def print0(*args, **kwargs):
     """Prints in the first process only, or eight GPUs would say everything eight times."""
     if int(os.environ.get("RANK", 0)) == 0:
         print(*args, **kwargs, flush=True)
-
-
-def device_name(device):
-    """The card's name, or the processor's and the number of threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():  # on Linux, where platform does not know the model
-        name = re.search(r"(?:model name\s*: (.*)|$)", Path("/proc/cpuinfo").read_text())[1] or name
-    return f"{device} ({name}), {torch.get_num_threads()} threads"
-
-
-def git_commit():
-    """The commit of this file's repository. None outside of a checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def make_head(config, about, model):
-    """The first line of a log: all that is known before the run begins."""
-    head = vars(config) | about
-    head["arm"] = run_name(config, without=("lr", "seed"))
-    head["parameters"] = sum(p.numel() for p in model.parameters())
-    head["device_name"] = device_name(config.device)
-    head["torch"] = str(torch.__version__)
-    head["python"] = platform.python_version()
-    head["date"] = time.strftime("%Y-%m-%d")
-    head["commit"] = git_commit()
-    return json.loads(json.dumps(head, default=str))  # paths and devices turn into their names
 
 
 def write_log(config, record):
@@ -572,8 +413,8 @@ def read_log(path):
 def make_record(config, step, update, since, speed_limit):
     """What the log says of a step. An evaluation adds to it.
 
-    update is what training_step returned, or None at the start. The speed is the mean since a
-    (step, time).
+    update: what training_step returned, or None at the start. since: the (step, time) from which
+    the speed is measured. speed_limit: the tokens per second of a full MFU, or None, see full_speed.
     """
     record = dict(step=step, tokens=step * config.total_batch)
     if update is None:
@@ -591,23 +432,6 @@ def make_record(config, step, update, since, speed_limit):
         record["tok_per_s"] = (step - first_step) * config.total_batch / seconds
         record["mfu"] = record["tok_per_s"] / speed_limit if speed_limit else None
     return record
-
-
-def full_speed(config):
-    """The tokens per second that take the card's whole peak, so an MFU of 1. None if unknown.
-
-    PyTorch counts the FLOPs of all matmuls, while a model without values runs forward and backward.
-    Softmax runs as a map, because kernels pad with zeros. The masked half of a map counts as work.
-    """
-    peaks = [peak for card, peak in PEAK.items() if card in device_name(config.device)]
-    if not peaks or not is_ours(config.attn):
-        return None
-    flash = not issubclass(ATTENTION[config.attn], Softmax)
-    idx = torch.zeros(1, config.block_size, dtype=torch.int64, device="meta")
-    with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        model = GPT(replace(config.model_config(), flash=flash), seed=None)
-        model(idx, idx)[1].backward()
-    return peaks[0] * config.world * config.block_size / counter.get_total_flops()
 
 
 def not_finite(record):
@@ -637,6 +461,101 @@ def show(record, config):
     if "sample" in record:
         print0(f"      {record['sample']!r}")
 
+
+# bf16 FLOP/s without sparsity, from NVIDIA's data sheets
+PEAK = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
+
+
+def device_name(device):
+    """The card's name, or the processor's and the number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():  # on Linux, where platform does not know the model
+        name = re.search(r"(?:model name\s*: (.*)|$)", Path("/proc/cpuinfo").read_text())[1] or name
+    return f"{device} ({name}), {torch.get_num_threads()} threads"
+
+
+def full_speed(config):
+    """The tokens per second that take the card's whole peak, so an MFU of 1. None if unknown.
+
+    PyTorch counts the FLOPs of all matmuls, while a model without values runs forward and backward.
+    Softmax runs as a map, because kernels pad with zeros. The masked half of a map counts as work.
+    """
+    peaks = [peak for card, peak in PEAK.items() if card in device_name(config.device)]
+    if not peaks or not is_ours(config.attn):
+        return None
+    as_map = issubclass(ATTENTION[config.attn], Softmax)
+    idx = torch.zeros(1, config.block_size, dtype=torch.int64, device="meta")
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        model = GPT(replace(config.model_config(), flash=not as_map), seed=None)
+        model(idx, idx)[1].backward()
+    return peaks[0] * config.world * config.block_size / counter.get_total_flops()
+
+# -----------------------------------------------------------------------------
+# what a run is: its name, the first line of its log, and when it is the same run
+
+
+# The first line of a log has all settings, and what make_head adds. A run may go on with other ones
+# of these, which change its speed or its last digits at most. All others are its identity, and we
+# refuse to go on in the folder of another run. The data's identity is its data_sha256
+MAY_DIFFER = {"preset", "data", "out", "restart", "batch_size", "eval_every", "log_every"}
+MAY_DIFFER |= {"flash", "kernel", "device", "compile", "rank", "world"}
+MAY_DIFFER |= {"device_name", "torch", "python", "date", "commit"}
+MAY_DIFFER |= {"arm", "parameters", "tokens", "val"}  # they follow from the others
+# and these are not in the name of its folder either
+UNNAMED = MAY_DIFFER | {"attn", "vocab_size", "steps", "eval_tokens", "dtype"}
+
+
+def run_name(config, without=()):
+    """The arm, and each setting that differs from the preset: diff-nosubln-lr3e-3."""
+    defaults = {f.name: f.default for f in fields(Config)} | PRESETS[config.preset]
+    if defaults["total_batch"] is None:
+        defaults["total_batch"] = defaults["batch_size"] * defaults["block_size"]
+    parts = [config.attn]
+    for name, value in vars(config).items():
+        if name in UNNAMED or name in without or value == defaults[name]:
+            continue
+        if isinstance(value, bool):
+            parts.append(name if value else f"no{name}")
+        elif isinstance(value, float) and 0 < value < 0.01:
+            parts.append(name + np.format_float_scientific(value, trim="-", exp_digits=1))
+        else:
+            parts.append(name + repr(value).removesuffix(".0"))
+    return "-".join(parts)
+
+
+def git_commit():
+    """The commit of this file's repository. None outside of a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def make_head(config, about, model):
+    """The first line of a log: all that is known before the run begins."""
+    head = vars(config) | about
+    head["arm"] = run_name(config, without=("lr", "seed"))
+    head["parameters"] = sum(p.numel() for p in model.parameters())
+    head["device_name"] = device_name(config.device)
+    head["torch"] = str(torch.__version__)
+    head["python"] = platform.python_version()
+    head["date"] = time.strftime("%Y-%m-%d")
+    head["commit"] = git_commit()
+    return json.loads(json.dumps(head, default=str))  # paths and devices turn into their names
+
+
+def refuse_another_run(folder, there, here):
+    """ValueError if the head of the run in a folder, there, is not that of our run, here."""
+    differences = []
+    for name, value in here.items():
+        if name not in MAY_DIFFER and there.get(name) != value:
+            differences.append(f"{name} is {there.get(name)!r} there and {value!r} here")
+    if differences:
+        remedy = "Choose another --out, or --restart it"
+        raise ValueError(f"{folder} is another run's: {', '.join(differences)}. {remedy}")
 
 # -----------------------------------------------------------------------------
 # one run
@@ -669,23 +588,12 @@ def load_or_make(config, data):
     if step is not None and step < config.steps:  # a finished run needs no optimizer
         optimizer.load_state_dict(model.extra.pop("optimizer"))
     if config.world > 1:
-        # waits for all processes: all of them have looked into the folder before one writes there
+        # this waits for all processes, so all have looked into the folder before one writes there
         steps = [None] * config.world
         dist.all_gather_object(steps, step)
         if len(set(steps)) > 1:
             raise ValueError(f"the processes have to share the folder {config.out}, and they don't")
     return Run(model, optimizer, head, step)
-
-
-def refuse_another_run(folder, there, here):
-    """ValueError if the head of the run in a folder, there, is not that of our run, here."""
-    differences = []
-    for name, value in here.items():
-        if name not in MAY_DIFFER and there.get(name) != value:
-            differences.append(f"{name} is {there.get(name)!r} there and {value!r} here")
-    if differences:
-        remedy = "Choose another --out, or --restart it"
-        raise ValueError(f"{folder} is another run's: {', '.join(differences)}. {remedy}")
 
 
 def save_checkpoint(config, run, step, val_loss):
@@ -714,6 +622,7 @@ def train(config, data):
 
 
 def train_locked(config, data):
+    """Finds out whether the run is finished, lost, to be begun or to go on, and trains it then."""
     log_path = config.out / "log.jsonl"
     if config.rank == 0:
         if config.restart:
@@ -766,8 +675,9 @@ def train_loop(config, data, run):
     while True:
         last = step == config.steps
         evaluate_now = last or step % config.eval_every == 0
-        # once in a while: look at the loss. That waits for the GPU, so we don't do it every time
-        if evaluate_now or step % config.log_every == 0:
+        # once in a while: look at the loss. That waits for the GPU, so we don't do it every time.
+        # The step of the checkpoint from which we go on stands in the log already
+        if step != run.step and (evaluate_now or step % config.log_every == 0):
             record = make_record(config, step, update, since, speed_limit)
             if evaluate_now:
                 record["val_loss"] = evaluate(run.model, data.val, config)
@@ -796,9 +706,82 @@ def train_loop(config, data, run):
             update[1].item()  # waits for the device
             since = (step, time.perf_counter())
 
-
 # -----------------------------------------------------------------------------
-# all runs of a command
+# the command line
+
+
+def comma_list(of):
+    def parse_list(text):
+        return list(dict.fromkeys(of(part) for part in text.split(",")))
+
+    return parse_list
+
+
+TYPES = {int: positive, float: number, str: str, Path: Path}
+
+
+def parse_flags(cls, argv=None, description=None, presets=None):
+    """The flags that a command line gives, as a dict: cls(**parse_flags(cls)) has all settings.
+
+    cls is a dataclass whose fields are made by flag(). presets: {name: the defaults that differ}.
+    """
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [--flag=value ...]    (--help lists the flags)",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,  # a flag that is not given is not in the result
+        allow_abbrev=False,
+    )
+    for f in fields(cls):
+        more = dict(f.metadata)
+        if "help" not in more:
+            continue  # not a flag
+        defaults = {"default": f.default}
+        for name, preset in (presets or {}).items():
+            defaults[name] = preset.get(f.name)
+        said = [f"{name}: {value}" for name, value in defaults.items() if value is not None]
+        if said:
+            more["help"] += f" ({', '.join(said)})"
+        kind = (get_args(f.type) or [f.type])[0]  # int of "int | None"
+        if kind is bool:
+            more["action"] = argparse.BooleanOptionalAction
+        else:
+            more.setdefault("type", TYPES.get(kind))
+        if more.pop("many", False):
+            more["type"] = comma_list(more["type"])
+        parser.add_argument(f"--{f.name}", **more)
+    return vars(parser.parse_args(argv))
+
+
+def parse(argv=None):
+    """A Config for each run that a command line asks for. ValueError if flags do not fit."""
+    given = parse_flags(Config, argv, __doc__, PRESETS)
+    if "steps" in given and "tokens" in given:
+        raise ValueError("--steps and --tokens say the same thing: give one of them")
+    if "steps" in given:
+        given["tokens"] = None  # not the preset's
+
+    # the real run where it can be made, else the toy
+    if "preset" not in given:
+        shards = any(given.get("data", SHARDS).glob("*.bin"))
+        cuda = pick_device(given.get("device")).type == "cuda"
+        given["preset"] = "gpt2" if shards and cuda else "toy"
+
+    # torchrun sets these
+    given["rank"] = int(os.environ.get("RANK", 0))
+    given["world"] = int(os.environ.get("WORLD_SIZE", 1))
+    if given["world"] > 1 and torch.cuda.is_available():
+        given.setdefault("device", f"cuda:{os.environ['LOCAL_RANK']}")
+
+    lists = {name: given.pop(name) for name in ("seed", "lr", "attn") if name in given}
+    configs = []
+    for values in product(*lists.values()):
+        chosen = dict(zip(lists, values))
+        configs.append(Config(**(PRESETS[given["preset"]] | given | chosen)))
+    for config in configs:
+        if len(configs) > 1 or config.out is None:
+            config.out = (config.out or Path("out")) / run_name(config)
+    return configs
 
 
 def introduce(config, data):
@@ -856,6 +839,22 @@ def run():
     """The program: it fails if a run diverged."""
     if math.inf in main():
         sys.exit(1)  # the reason is printed already
+
+
+def cli(main):
+    """Runs the main function of a program. An error that a user can mend ends in one line."""
+    program = Path(sys.argv[0]).name
+    try:
+        main()
+    except KeyboardInterrupt as e:
+        reason = f", {e}" if str(e) else ""
+        print(f"\n{program}: stopped{reason}", file=sys.stderr)
+        sys.exit(130)  # what a shell expects after Ctrl-C
+    except (ValueError, OSError) as e:
+        sys.exit(f"{program}: {e}")
+    except torch._dynamo.exc.TorchDynamoException as e:
+        reason = " ".join(str(e).split("\n\n")[0].split())
+        sys.exit(f"{program}: torch.compile failed, --no-compile does without it. It says: {reason}")
 
 
 if __name__ == "__main__":
