@@ -386,6 +386,9 @@ class Task:
     crowd_in_training: bool = False
 
 
+TASK_FIELDS = ("pairs", "tau", "heads", "steps", "crowd_in_training")  # they stand in each row
+
+
 def run_arm(cache, arm, task, seeds=SEEDS):
     """The rows of an arm: its rate by the loss on plain texts on CHOOSE_ON, then the seeds."""
 
@@ -465,9 +468,6 @@ def reported(rows, task, arms):
     return found
 
 
-TASK_FIELDS = ("pairs", "tau", "heads", "steps", "crowd_in_training")
-
-
 def seeds_of(rows, what, m):
     """The values of all seeds in one cell, per cent: "28 27 28"."""
     return " ".join(f"{100 * row[what][m]:.0f}" for row in rows)
@@ -529,10 +529,25 @@ def contrast_table(found):
     return pd.DataFrame(table)
 
 
+# the name of an arm in a figure, its colour and its line
+LOOKS = {
+    "softmax": ("one map", "#0072B2", "-"),
+    "softmax sum": ("sum of two", "#56B4E9", "--"),
+    "softmax minus average": ("A − λU", "#009E73", "-"),
+    "diff": ("difference", "#D55E00", "--"),
+    "linear": ("one map", "#0072B2", "-"),
+    "linear sum": ("sum of two", "#56B4E9", "--"),
+    "linear minus average": ("A − λU", "#009E73", "-"),
+    "diff_linear": ("difference", "#D55E00", "--"),
+    "signed": ("signed", "#777777", ":"),
+    "delta": ("delta rule", "#000000", ":"),
+}
+
+
 def draw_accuracy(ax, found, tau=None):
     """Right answers by the size of the crowd: a thin line for a seed, a thick one for the mean."""
     for arm, rows in found.items():
-        color, line = LOOKS[short(arm)]
+        name, color, line = LOOKS[arm]
         sizes = [int(m) for m in rows[0]["accuracy"]]
         curves = []
         for row in rows:
@@ -540,7 +555,7 @@ def draw_accuracy(ax, found, tau=None):
             curves.append(curve)
             ax.plot(sizes, curve, color=color, linewidth=0.8, alpha=0.5)
         middle = [mean(column) for column in zip(*curves)]
-        ax.plot(sizes, middle, line, color=color, linewidth=2.5, label=short(arm))
+        ax.plot(sizes, middle, line, color=color, linewidth=2.5, label=name)
     if tau is not None:
         ax.axvline(math.exp(tau), color="black", linestyle=":")
         ax.text(math.exp(tau) + 1, 50, f"e^τ = {math.exp(tau):.1f}")
@@ -548,25 +563,6 @@ def draw_accuracy(ax, found, tau=None):
     ax.set_ylabel("right answers, %")
     ax.set_ylim(-3, 103)
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
-
-
-# colour and line of each arm in a figure, under its short name
-LOOKS = {
-    "one map": ("#0072B2", "-"),
-    "sum of two": ("#56B4E9", "--"),
-    "A − λU": ("#009E73", "-"),
-    "difference": ("#D55E00", "--"),
-    "signed": ("#777777", ":"),
-    "delta rule": ("#000000", ":"),
-}
-
-
-def short(arm):
-    """The name of an arm in a figure."""
-    names = {"softmax minus average": "A − λU", "linear minus average": "A − λU"}
-    names |= {"softmax sum": "sum of two", "linear sum": "sum of two", "delta": "delta rule"}
-    names |= {"diff": "difference", "diff_linear": "difference", "softmax": "one map"}
-    return (names | {"linear": "one map"}).get(arm, arm)
 
 
 def crowd_figure(softmax, linear):
@@ -584,15 +580,17 @@ def law_figure(rows):
     figure, (ax,) = report.new_figure(width=6, height=5)
     line = [1.4 + 0.05 * i for i in range(46)]
     ax.plot(line, [math.exp(tau) for tau in line], ":", color="black", label="e^τ")
-    # which models, their place beside the cap, and their look
+    # which models, how far beside the cap they are drawn, and how
     kinds = [
-        ("one map", "softmax", 1, 0.0, "o", "#0072B2"),
-        ("two heads", "softmax", 2, 0.1, "v", "#0072B2"),
-        ("four heads", "softmax", 4, 0.2, "*", "#0072B2"),
-        ("A − λU", "softmax minus average", 1, -0.06, "s", "#009E73"),
-        ("difference", "diff", 1, 0.06, "^", "#D55E00"),
+        ("softmax", 1, 0.0, "o"),
+        ("softmax", 2, 0.1, "v"),
+        ("softmax", 4, 0.2, "*"),
+        ("softmax minus average", 1, -0.06, "s"),
+        ("diff", 1, 0.06, "^"),
     ]
-    for label, arm, heads, beside, marker, color in kinds:
+    for arm, heads, beside, marker in kinds:
+        name, color, _ = LOOKS[arm]
+        label = name if heads == 1 else f"{heads} heads"
         x = []
         y = []
         for tau in (1.5, 2.0, 2.5, 3.0, 3.5):
@@ -675,7 +673,7 @@ def rows_figure(models, pairs, m):
         head = shares.index(max(shares))
         weights = weights_of_pairs(model, texts)[0, head, 0]  # (N,), of the first text
         by_pair = axes[column]
-        by_pair.set_title(short(arm))
+        by_pair.set_title(LOOKS[arm][0] if arm in LOOKS else arm)
         by_pair.bar(range(pairs), weights, 1, color=grey)
         by_pair.bar(range(m), weights[:m], 1, color=orange)
         by_pair.bar(right, weights[right], 2, color=green)
