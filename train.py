@@ -12,10 +12,10 @@ On one machine with eight GPUs:
 $ torchrun --standalone --nproc_per_node=8 train.py --attn=diff
 
 Stop it whenever you like, with Ctrl-C or kill -9. The same command (without --restart) goes on from
-the last checkpoint, and on a CPU it ends in the same bits as if nothing had happened. (A GPU may add
-up in another order.) That works because the sequences of a step follow from the data, the seed and
-the number of the step: there is no data loader whose state we would have to save. It also means that
-all arms see the same tokens in the same order.
+the last checkpoint, and on a CPU it ends in the same bits as if nothing had happened. (A GPU may
+add up in another order.) That works because the sequences of a step follow from the data, the seed
+and the number of the step: there is no data loader whose state we would have to save. It also means
+that all arms see the same tokens in the same order.
 """
 import argparse
 import json
@@ -94,11 +94,11 @@ class Config:
     # what is trained, on what
     attn: str = flag("softmax", f"one or a list of {', '.join(ATTENTION)}", type=arm, many=True)
     preset: str | None = flag(
-        None, "toy or gpt2 (gpt2 where there are shards and CUDA, else toy)", choices=["toy", "gpt2"]
+        None, "toy or gpt2 (gpt2 if there are shards and CUDA, else toy)", choices=["toy", "gpt2"]
     )
     data: Path | None = flag(None, "folder of shards, or text file; in toy Python's own manual")
     out: Path | None = flag(
-        None, "folder of the run, or of several runs' folders (out/<attn>-<what is not the preset's>)"
+        None, "folder of the run, or of several runs' folders (out/<attn>-<what is special>)"
     )
     restart: bool = flag(False, "discard the run there and start over")
 
@@ -138,7 +138,7 @@ class Config:
     log_every: int = flag(20, "steps between lines of the log")
 
     # the machine
-    device: torch.device = flag(None, "cuda, cuda:1, cpu or mps (cuda where there is one)", type=str)
+    device: torch.device = flag(None, "cuda, cuda:1, cpu or mps (cuda if there is one)", type=str)
     dtype: str | None = flag(
         None, "of the matmuls (bfloat16 where the card has it)", choices=["float32", "bfloat16"]
     )
@@ -414,7 +414,7 @@ def make_record(config, step, update, since, speed_limit):
     """What the log says of a step. An evaluation adds to it.
 
     update: what training_step returned, or None at the start. since: the (step, time) from which
-    the speed is measured. speed_limit: the tokens per second of a full MFU, or None, see full_speed.
+    the speed is measured. speed_limit: what full_speed returned.
     """
     record = dict(step=step, tokens=step * config.total_batch)
     if update is None:
@@ -854,7 +854,7 @@ def cli(main):
         sys.exit(f"{program}: {e}")
     except torch._dynamo.exc.TorchDynamoException as e:
         reason = " ".join(str(e).split("\n\n")[0].split())
-        sys.exit(f"{program}: torch.compile failed, --no-compile does without it. It says: {reason}")
+        sys.exit(f"{program}: torch.compile failed, --no-compile does without. It says: {reason}")
 
 
 if __name__ == "__main__":
