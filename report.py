@@ -158,7 +158,10 @@ def publish(out, name, title, tables, runs, conditions, figure=None, command=Non
     inf and NaN stand in the JSON as Infinity and NaN. That is Python's own dialect: json.loads
     gives the same numbers back, where null could not say which of the two it was.
     """
-    head = dict(title=title, command=command or shlex.join(["python", *sys.orig_argv[1:]]))
+    if command is None:
+        in_notebook = "ipykernel_launcher" in sys.orig_argv  # whose command says nothing
+        command = "notebook.ipynb" if in_notebook else shlex.join(["python", *sys.orig_argv[1:]])
+    head = dict(title=title, command=command)
     head |= dict(commit=commit(), date=time.strftime("%Y-%m-%d"), machine=platform.platform())
     head |= {key: conditions[key] for key in ("date", "machine") if key in conditions}
     parts = [f"# {title}"]
