@@ -1,7 +1,4 @@
 """Our checkpoints in the evaluation harness and in transformers."""
-import json
-import math
-
 import pytest
 import torch
 
@@ -16,7 +13,7 @@ from data import EOT, get_tokenizer  # noqa: E402
 from helpers import TOP  # noqa: E402
 from integrations import hf  # noqa: E402
 from integrations import lm_eval as harness  # noqa: E402
-from model import ATTENTION, GPT, GPTConfig, round_to_bf16  # noqa: E402
+from model import ATTENTION, GPT, GPTConfig  # noqa: E402
 
 BLOCK = 16
 
@@ -187,10 +184,14 @@ def test_logits_and_greedy_texts_are_the_same_in_transformers(attn, n_head, tmp_
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
 def test_the_tokenizer_gives_the_same_numbers(name, tmp_path):
-    enc = get_tokenizer(name)
+    try:
+        enc = get_tokenizer(name)
+    except OSError as e:  # no network
+        pytest.skip(f"no gpt2 vocabulary: {e}")
     hf.convert_tokenizer(enc).save_pretrained(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     text = "Hello  world,\n\n\tthe naïve café costs 1234 €. It's 日本語 🙂\x00\x7f"
+    text += (TOP / "model.py").read_text()
     assert theirs.encode(text) == enc.encode(text)
     assert theirs.decode(theirs.encode(text)) == text
     assert theirs.encode(EOT) == [enc.eot_token]
