@@ -208,6 +208,9 @@ def test_a_table_from_the_first_run_to_the_page(monkeypatch, tmp_path):
     table = text.TABLES["controls"]._replace(
         flags=TINY, rows=rows, comparisons=comparisons, choose_on=(1,), seeds=(2, 3))
     monkeypatch.setitem(text.TABLES, "controls", table)
+    # what two steps reach is chance, and a rate that is best by chance may be as small as you like
+    best = table.lr
+    monkeypatch.setattr(train, "evaluate", lambda model, val, config: abs(config.lr - best))
     text.main(["controls", f"--out={tmp_path}"])
     page = (tmp_path / "controls.md").read_text()
     assert "| the control | linear one short head | linear |" in page
