@@ -566,11 +566,11 @@ def draw_accuracy(ax, found, tau=None):
 
 
 def crowd_figure(softmax, linear):
-    figure, (left, right) = report.new_figure(columns=2, width=9, height=5.5, sharey=True)
+    figure, (left, right) = report.new_figure(columns=2, width=9, height=6, sharey=True)
     draw_accuracy(left, softmax, tau=2.0)
-    left.set_title("softmax, logits up to 2", pad=75)
+    left.set_title("softmax, logits up to 2", pad=110)
     draw_accuracy(right, linear)
-    right.set_title("linear attention", pad=75)
+    right.set_title("linear attention", pad=110)
     right.set_ylabel("")
     return figure
 
