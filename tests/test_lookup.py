@@ -149,3 +149,9 @@ def test_a_run_has_the_fields_that_a_page_needs(monkeypatch):
     plain, *crowded = row["losses"].values()
     assert row["loss"] == pytest.approx(sum(crowded) / len(crowded))
     assert plain == pytest.approx(math.log(128), rel=0.1)  # it has learned nothing in four steps
+
+
+def test_the_border_is_where_half_are_right():
+    assert lookup.border(dict(accuracy={"0": 1.0, "8": 0.75, "16": 0.25})) == 12
+    assert lookup.border(dict(accuracy={"0": 1.0, "48": 0.9})) is None
+    assert lookup.border(dict(accuracy={"0": 0.4, "48": 0.1})) == 0  # it finds nothing anyway
