@@ -29,7 +29,7 @@ texts have m agreeing pairs beside N others, so that they are longer than those 
 import argparse
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -122,14 +122,14 @@ def delta_map(q, k, mask, beta):
 
 @dataclass
 class Texts:
-    """B texts of N pairs and QUERIES queries. A token is the sum of two embeddings, key and other.
+    """B texts of N pairs and QUERIES queries. A token is the sum of two embeddings.
 
     We call the pairs by the order in which they were drawn: the first m are the crowd, the last
     QUERIES are asked for.
     """
 
     key: torch.Tensor  # (B, N + QUERIES), a key
-    other: torch.Tensor  # (B, N + QUERIES), above the keys: a value, or the mark of a query
+    value_or_mark: torch.Tensor  # (B, N + QUERIES), above the keys: a value, or "query"
     answer: torch.Tensor  # (B, QUERIES), the number of the right value, from 0
     place: torch.Tensor  # (B, N), where each pair stands in the text
 
@@ -141,7 +141,7 @@ class Texts:
         before = shown.cumsum(-1) - 1  # the new place of each token
         return Texts(
             key=self.key[shown].view(-1, T - m),
-            other=self.other[shown].view(-1, T - m),
+            value_or_mark=self.value_or_mark[shown].view(-1, T - m),
             answer=self.answer,
             place=before.gather(1, self.place[:, m:]),
         )
@@ -179,7 +179,7 @@ def mix(generator, key, value, keys, values):
     marks = torch.full((B, QUERIES), keys + values)
     return Texts(
         key=torch.cat((key.gather(1, order), key[:, -QUERIES:]), dim=1),
-        other=torch.cat((keys + value.gather(1, order), marks), dim=1),
+        value_or_mark=torch.cat((keys + value.gather(1, order), marks), dim=1),
         answer=value[:, -QUERIES:],
         place=order.argsort(-1),
     )
@@ -250,7 +250,7 @@ class Reader(nn.Module):
         return layer.attention_map(q, k, lam, rope_q, rope_k)
 
     def normed_input(self, texts):
-        x = self.gpt.wte(texts.key) + self.gpt.wte(texts.other)  # (B, T, C)
+        x = self.gpt.wte(texts.key) + self.gpt.wte(texts.value_or_mark)  # (B, T, C)
         return x, self.gpt.blocks[0].norm1(x)
 
     def forward(self, texts):
@@ -332,17 +332,11 @@ def largest_is_right(model, texts):
     return (first == right).float().mean((0, 2)).tolist()
 
 
-def run_once(arm, pairs, tau, heads, steps, lr, seed, crowd_in_training):
-    """Trains and tests one model."""
+def train_and_test(arm, pairs, tau, heads, steps, lr, seed, crowd_in_training, bar=None):
+    """A trained Reader, and all that the JSON row of its run says beside these settings."""
     torch.set_num_threads(1)  # a model this small has nothing to share
     start = time.process_time()  # of this process, whatever else the machine does
-    model, curve = train_reader(arm, pairs, tau, heads, steps, lr, seed, crowd_in_training)
-    return measure(model, arm, curve, start)
-
-
-def measure(model, arm, curve, start):
-    """All that the JSON row of a run says beside its settings."""
-    pairs = model.pairs
+    model, curve = train_reader(arm, pairs, tau, heads, steps, lr, seed, crowd_in_training, bar=bar)
     losses = {}
     accuracy = {}
     hidden = {}
@@ -356,18 +350,29 @@ def measure(model, arm, curve, start):
         _, long[str(m)] = test_on(model, texts)
     with_crowd = [loss for m, loss in losses.items() if m != "0"]
     lam = model.layer.lambda_full()
-    return dict(
+    return model, dict(
         accuracy=accuracy,
         accuracy_hidden=hidden,
         accuracy_long=long,
         losses=losses,
-        loss=finite(sum(with_crowd) / len(with_crowd)),
+        loss=finite(mean(with_crowd)),
         largest_is_right=largest_is_right(model, test_texts(pairs, pairs // 4, 128)),
         curve=curve,
         seconds=round(time.process_time() - start, 1),
         commit=report.commit(),
         **{"lambda": None if lam is None else lam.item()},
     )
+
+
+def run_once(**settings):
+    """The JSON row of a run."""
+    _, row = train_and_test(**settings)
+    return row
+
+
+def mean(numbers):
+    numbers = list(numbers)
+    return sum(numbers) / len(numbers)
 
 
 def finite(loss):
@@ -387,28 +392,46 @@ class Task:
     tau: float | None = None
     heads: int = 2
     steps: int = 8000
-    choose_steps: int = 2000  # the rate is chosen by runs of so many steps
     crowd_in_training: bool = False
+    choose_steps: int = 2000  # the rate is chosen by runs of so many steps
+
+    def settings(self):
+        """Those that stand in the row of a run."""
+        settings = asdict(self)
+        del settings["choose_steps"]
+        return settings
 
 
-TASK_FIELDS = ("pairs", "tau", "heads", "steps", "crowd_in_training")  # they stand in each row
+def softmax_task(tau, heads=1):
+    return Task(tau=tau, heads=heads, steps=1500, choose_steps=1500)
+
+
+# the heading of a comparison on the page, its task, and its arms
+SOFTMAX_EXPERIMENT = [
+    ("Softmax, one head, τ = 2", softmax_task(2.0), SOFTMAX),
+    ("Softmax, two heads, τ = 2", softmax_task(2.0, heads=2), ["softmax"]),
+    ("Softmax, four heads, τ = 2", softmax_task(2.0, heads=4), ["softmax"]),
+    ("Softmax, one head, τ = 1.5", softmax_task(1.5), SOFTMAX),
+    ("Softmax, one head, τ = 2.5", softmax_task(2.5), SOFTMAX),
+    ("Softmax, one head, τ = 3", softmax_task(3.0), SOFTMAX),
+    ("Softmax, one head, τ = 3.5", softmax_task(3.5), SOFTMAX),
+    ("Softmax, one head, no cap", softmax_task(None), SOFTMAX),
+]
+LINEAR_EXPERIMENT = [
+    ("Linear attention, 8,000 steps", Task(), LINEAR),
+    ("Linear attention, 2,000 steps", Task(steps=2000), LINEAR),
+    ("Trained with crowds, 2,000 steps", Task(steps=2000, crowd_in_training=True),
+     ["linear minus average"]),
+    ("Linear attention, 128 pairs", Task(pairs=128), LINEAR),
+]
 
 
 def run_arm(cache, arm, task, seeds=SEEDS):
     """The rows of an arm: its rate by the loss on plain texts on CHOOSE_ON, then the seeds."""
 
     def row(lr, seed, steps):
-        found = cache.run(
-            run_once,
-            arm=arm,
-            pairs=task.pairs,
-            tau=task.tau,
-            heads=task.heads,
-            steps=steps,
-            lr=lr,
-            seed=seed,
-            crowd_in_training=task.crowd_in_training,
-        )
+        settings = task.settings() | dict(arm=arm, lr=lr, seed=seed, steps=steps)
+        found = cache.run(run_once, **settings)
         accuracy = " ".join(f"{m}:{a:.3f}" for m, a in found["accuracy"].items())
         what = f"{arm}, tau {task.tau}, {steps} steps, lr {lr:g}, seed {seed}"
         print(f"{what}: {accuracy}", flush=True)
@@ -422,35 +445,8 @@ def run_arm(cache, arm, task, seeds=SEEDS):
     return [row(lr, seed, task.steps) for seed in seeds]
 
 
-def softmax_experiment(cache):
-    """Softmax with a largest logit: tau = 2 with one head, then other numbers of heads and caps."""
-    for arm in SOFTMAX:
-        run_arm(cache, arm, Task(tau=2.0, heads=1, steps=1500, choose_steps=1500))
-    for heads in (2, 4):
-        run_arm(cache, "softmax", Task(tau=2.0, heads=heads, steps=1500, choose_steps=1500))
-    for tau in (3.0, 1.5, None, 2.5, 3.5):
-        for arm in SOFTMAX:
-            run_arm(cache, arm, Task(tau=tau, heads=1, steps=1500, choose_steps=1500))
-
-
-def linear_experiment(cache):
-    """Linear attention with two heads: 64 pairs, then trained with crowds, then 128 pairs."""
-    for arm in LINEAR:
-        run_arm(cache, arm, Task())
-    for arm in LINEAR:
-        run_arm(cache, arm, Task(steps=2000))
-    run_arm(cache, "linear minus average", Task(steps=2000, crowd_in_training=True))
-    for arm in LINEAR:
-        run_arm(cache, arm, Task(pairs=128))
-
-
 # -----------------------------------------------------------------------------
 # tables and figures
-
-
-def mean(numbers):
-    numbers = list(numbers)
-    return sum(numbers) / len(numbers)
 
 
 def border(row):
@@ -468,13 +464,14 @@ def border(row):
 
 
 def reported(rows, task, arms):
-    """The rows of a task that count, {arm: rows}, without the arms that are not finished."""
+    """The rows of a task on SEEDS, {arm: rows}, without the arms that are not finished."""
     found = {}
     for arm in arms:
+        wanted = task.settings() | dict(arm=arm)
         of_arm = []
         for row in rows:
-            same = all(row[name] == getattr(task, name) for name in TASK_FIELDS)
-            if row["arm"] == arm and same and row["seed"] in SEEDS:
+            same = all(row[name] == value for name, value in wanted.items())
+            if same and row["seed"] in SEEDS:
                 of_arm.append(row)
         if len(of_arm) == len(SEEDS):
             found[arm] = of_arm
@@ -538,6 +535,23 @@ def contrast_table(found):
                 "98.3 % interval": f"{interval.low:+.3f} to {interval.high:+.3f}",
             })
     return pd.DataFrame(table)
+
+
+def tables_of(heading, found):
+    """The tables of one comparison, {their headings: table}."""
+    tables = {}
+    contrasts = contrast_table(found)
+    if len(contrasts) > 0:
+        tables[f"{heading}: the three contrasts"] = contrasts
+    tables[f"{heading}: right answers, %, by the crowd m"] = accuracy_table(found)
+    tables[f"{heading}: the same without the crowd's pairs"] = accuracy_table(
+        found, "accuracy_hidden"
+    )
+    tables[f"{heading}: m agreeing pairs beside the others"] = accuracy_table(
+        found, "accuracy_long"
+    )
+    tables[f"{heading}: rates, losses, borders, lambdas"] = summary_table(found)
+    return tables
 
 
 # the name of an arm in a figure, its colour and its line
@@ -605,8 +619,7 @@ def law_figure(rows):
         x = []
         y = []
         for tau in (1.5, 2.0, 2.5, 3.0, 3.5):
-            task = Task(tau=tau, heads=heads, steps=1500)
-            for row in reported(rows, task, [arm]).get(arm, []):
+            for row in reported(rows, softmax_task(tau, heads), [arm]).get(arm, []):
                 x.append(tau + beside)
                 crowd = border(row)
                 y.append(52 if crowd is None else crowd)  # 52, above the line: not by any crowd
@@ -658,45 +671,30 @@ def rows_figure(models, pairs, m):
 # the verbs
 
 
+def experiment(comparisons, args):
+    """Trains all that these comparisons need, and writes a row for each run."""
+    cache = Cache(args.out / "runs.jsonl")
+    for _, task, arms in comparisons:
+        for arm in arms:
+            run_arm(cache, arm, task)
+
+
 def publish(args):
     """Writes the tables, the data and the figures of all arms that are finished.
 
     The figure of rows needs trained models, so three are trained again. That takes a minute.
     """
     rows = Cache(args.out / "runs.jsonl").rows
-    tasks = {
-        "Softmax, one head, τ = 2": (Task(tau=2.0, heads=1, steps=1500), SOFTMAX),
-        "Softmax, two heads, τ = 2": (Task(tau=2.0, heads=2, steps=1500), SOFTMAX),
-        "Softmax, four heads, τ = 2": (Task(tau=2.0, heads=4, steps=1500), SOFTMAX),
-        "Linear attention, 8,000 steps": (Task(), LINEAR),
-        "Linear attention, 2,000 steps": (Task(steps=2000), LINEAR),
-        "Trained with crowds, 2,000 steps": (Task(steps=2000, crowd_in_training=True), LINEAR),
-        "Linear attention, 128 pairs": (Task(pairs=128), LINEAR),
-    }
-    for tau in (1.5, 2.5, 3.0, 3.5, None):
-        name = "no cap" if tau is None else f"τ = {tau}"
-        tasks[f"Softmax, one head, {name}"] = (Task(tau=tau, heads=1, steps=1500), SOFTMAX)
     tables = {}
-    for heading, (task, arms) in tasks.items():
+    for heading, task, arms in SOFTMAX_EXPERIMENT + LINEAR_EXPERIMENT:
         found = reported(rows, task, arms)
-        if not found:
-            continue
-        contrasts = contrast_table(found)
-        if len(contrasts) > 0:
-            tables[f"{heading}: the three contrasts"] = contrasts
-        tables[f"{heading}: right answers, %, by the crowd m"] = accuracy_table(found)
-        tables[f"{heading}: the same without the crowd's pairs"] = accuracy_table(
-            found, "accuracy_hidden"
-        )
-        tables[f"{heading}: m agreeing pairs beside the others"] = accuracy_table(
-            found, "accuracy_long"
-        )
-        tables[f"{heading}: more"] = summary_table(found)
+        if found:
+            tables |= tables_of(heading, found)
     conditions = {
         "seeds": f"rates chosen on {CHOOSE_ON}, these are {SEEDS}, side by side in a cell",
         "precision": "float32, one thread",
     }
-    softmax = reported(rows, Task(tau=2.0, heads=1, steps=1500), SOFTMAX)
+    softmax = reported(rows, softmax_task(2.0), SOFTMAX)
     linear = reported(rows, Task(), LINEAR) or reported(rows, Task(steps=2000), LINEAR)
     figure = crowd_figure(softmax, linear)
     command = "python -m experiments.lookup publish"
@@ -705,44 +703,37 @@ def publish(args):
     )
     if any(row["tau"] not in (None, 2.0) for row in rows):  # else it would show a single cap
         law_figure(rows).savefig(args.publish / "law.png")
+
     torch.set_num_threads(1)  # as the runs had it, or the last digits differ
     models = {}
     for arm in DEMO_RATES:
-        settings = {name: softmax[arm][0][name] for name in (*TASK_FIELDS, "lr", "seed")}
+        row = softmax[arm][0]
+        settings = softmax_task(2.0).settings() | dict(lr=row["lr"], seed=row["seed"])
         models[arm], _ = train_reader(arm, **settings)
     rows_figure(models, 64, 16).savefig(args.publish / "rows.png")
 
 
 def demo(args):
     """Trains three models with one head and logits up to 2, and shows what a crowd does to them."""
-    import pandas as pd
-
-    torch.set_num_threads(1)
-    task = Task(tau=2.0, heads=1, steps=1500)
-    runs = []
+    task = softmax_task(2.0)
+    runs = {}
     models = {}
     with tqdm(total=task.steps * len(DEMO_RATES), unit=" steps", mininterval=1) as bar:
         for arm, lr in DEMO_RATES.items():
             bar.set_description(arm)
-            settings = dict(pairs=task.pairs, tau=task.tau, heads=task.heads, steps=task.steps)
-            settings |= dict(lr=lr, seed=args.seed, crowd_in_training=False)
-            start = time.process_time()
-            model, curve = train_reader(arm, **settings, bar=bar)
-            models[arm] = model
-            runs.append(dict(arm=arm, **settings) | measure(model, arm, curve, start))
-    table = []
-    for row in runs:
-        cells = {f"{m} agree": f"{100 * a:.0f}" for m, a in row["accuracy"].items()}
-        table.append({"arm": row["arm"], **cells})
-    tables = {"Right answers in per cent": pd.DataFrame(table)}
+            settings = task.settings() | dict(arm=arm, lr=lr, seed=args.seed)
+            models[arm], row = train_and_test(**settings, bar=bar)
+            runs[arm] = settings | row
+    found = {arm: [row] for arm, row in runs.items()}
+    tables = {"Right answers in per cent, where m of the pairs agree": accuracy_table(found)}
     figure, (ax,) = report.new_figure(width=6, height=4.5)
-    draw_accuracy(ax, {row["arm"]: [row] for row in runs}, task.tau)
+    draw_accuracy(ax, found, task.tau)
     conditions = {
-        "task": "64 pairs a text, of which some agree with each other; guessing finds 1 %",
+        "task": f"{task.pairs} pairs a text; guessing finds 1 %",
         "trained on": f"texts in which no pairs agree, {task.steps} steps, seed {args.seed}",
     }
     title = "A look-up among 64 pairs, when some of the others agree"
-    report.publish(args.out, "demo", title, tables, runs, conditions, figure)
+    report.publish(args.out, "demo", title, tables, list(runs.values()), conditions, figure)
     rows_figure(models, task.pairs, 16).savefig(args.out / "rows.png")
     print(f"the picture is {args.out}/demo.png, the data {args.out}/demo.json, and "
           f"{args.out}/rows.png shows the weights behind it")
@@ -755,20 +746,22 @@ def main(argv=None):
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    verbs = {"softmax": softmax_experiment, "linear": linear_experiment, "publish": publish}
-    parser.add_argument("verb", nargs="?", choices=verbs, help="without one: see it in a minute")
+    parser.add_argument("verb", nargs="?", choices=("softmax", "linear", "publish"),
+                        help="without one: see it in a minute")
     parser.add_argument("--seed", type=count, default=1, help="of the models without a verb (1)")
     parser.add_argument("--out", type=Path, default=Path("out/lookup"),
                         help="folder for the runs and the pictures (out/lookup)")
     parser.add_argument("--publish", type=Path, default=Path("out/lookup"),
                         help="folder for the tables and figures of `publish` (out/lookup)")
     args = parser.parse_args(argv)
-    if args.verb is None:
-        demo(args)
+    if args.verb == "softmax":
+        experiment(SOFTMAX_EXPERIMENT, args)
+    elif args.verb == "linear":
+        experiment(LINEAR_EXPERIMENT, args)
     elif args.verb == "publish":
         publish(args)
     else:
-        verbs[args.verb](Cache(args.out / "runs.jsonl"))
+        demo(args)
 
 
 if __name__ == "__main__":

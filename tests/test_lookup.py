@@ -28,7 +28,7 @@ def reader(arm, tau=None, heads=2):
 def test_texts_are_what_the_docstring_says(m):
     texts = make_texts(generator(), 50, N, m)
     pairs = texts.key[:, :N].gather(1, texts.place)  # in the order in which they were drawn
-    values = texts.other[:, :N].gather(1, texts.place) - 4 * N
+    values = texts.value_or_mark[:, :N].gather(1, texts.place) - 4 * N
     for key, value in zip(pairs.tolist(), values.tolist()):
         assert len(set(key)) == N and max(key) < 4 * N
         assert len(set(value[:m])) == min(m, 1)
@@ -37,14 +37,14 @@ def test_texts_are_what_the_docstring_says(m):
     # the queries ask for the last pairs drawn, and the answers are their values
     assert torch.equal(texts.key[:, N:], pairs[:, -QUERIES:])
     assert torch.equal(texts.answer, values[:, -QUERIES:])
-    assert (texts.other[:, N:] == 6 * N).all()
+    assert (texts.value_or_mark[:, N:] == 6 * N).all()
 
 
 def test_a_long_crowd_shares_no_key_and_no_value_with_the_others():
     texts = make_long_texts(generator(), 20, N, 200)
     assert texts.key.shape == (20, 200 + N + QUERIES)
     key = texts.key[:, : 200 + N].gather(1, texts.place)
-    value = texts.other[:, : 200 + N].gather(1, texts.place)
+    value = texts.value_or_mark[:, : 200 + N].gather(1, texts.place)
     for keys, values in zip(key.tolist(), value.tolist()):
         assert len(set(values[:200])) == 1
         assert len(set(values)) == N + 1
@@ -111,7 +111,7 @@ def test_a_crowd_that_is_hidden_is_not_there(arm):
     model = reader(arm)
     texts = make_texts(generator(), 20, N, 8)
     other = make_texts(generator(), 20, N, 8)
-    other.other.scatter_(1, other.place[:, :8], 4 * N)  # another value for the crowd
+    other.value_or_mark.scatter_(1, other.place[:, :8], 4 * N)  # another value for the crowd
     hidden = model(texts.without(8))
     assert torch.equal(hidden, model(other.without(8)))
     assert (model(texts) - model(other)).abs().max() > 1e-3
