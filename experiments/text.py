@@ -170,10 +170,12 @@ AVERAGE = {
 AVERAGE_COMPARISONS = [
     ("minus the average", "softmax minus average", "softmax"),
     ("the same like diff", "softmax like diff minus average", "softmax like diff"),
+    ("a second map, all else alike", "diff", "softmax like diff"),
     ("a second map in its place", "diff", "softmax like diff minus average"),
     ("a second map in its place, no norm", "diff no norm", "softmax minus average"),
     ("minus the average", "linear minus average", "linear"),
     ("the same like diff_linear", "linear like diff minus average", "linear like diff"),
+    ("a second map, all else alike", "diff_linear", "linear like diff"),
     ("a second map in its place", "diff_linear", "linear like diff minus average"),
     ("a second map in its place, no norm", "diff_linear no norm", "linear minus average"),
 ]
