@@ -304,9 +304,14 @@ def train_reader(arm, pairs, tau, heads, steps, lr, seed, crowd_in_training, eve
     return model, curve
 
 
+def test_generator(m):
+    """Where the texts of a test with a crowd of m come from: no model was trained on these."""
+    return torch.Generator().manual_seed(10**6 + m)
+
+
 def test_texts(pairs, m, B=TEST_TEXTS):
-    """The same texts for every model, which no model was trained on."""
-    return make_texts(torch.Generator().manual_seed(10**6 + m), B, pairs, m)
+    """The same texts for every model."""
+    return make_texts(test_generator(m), B, pairs, m)
 
 
 @torch.no_grad()
@@ -420,9 +425,15 @@ SOFTMAX_EXPERIMENT = [
 LINEAR_EXPERIMENT = [
     ("Linear attention, 8,000 steps", Task(), LINEAR),
     ("Linear attention, 2,000 steps", Task(steps=2000), LINEAR),
+    ("Linear attention, 128 pairs, 8,000 steps", Task(pairs=128), LINEAR),
+    # the other arms were trained with crowds before, see assets/results/crowd
     ("Trained with crowds, 2,000 steps", Task(steps=2000, crowd_in_training=True),
      ["linear minus average"]),
-    ("Linear attention, 128 pairs", Task(pairs=128), LINEAR),
+    ("Trained with crowds, 128 pairs, 2,000 steps",
+     Task(pairs=128, steps=2000, crowd_in_training=True), ["linear minus average"]),
+    ("Trained with crowds, softmax, two heads, τ = 1",
+     Task(tau=1.0, steps=1500, choose_steps=1500, crowd_in_training=True),
+     ["softmax minus average"]),
 ]
 
 
@@ -554,18 +565,23 @@ def tables_of(heading, found):
     return tables
 
 
+BLUE = "#0072B2"
+LIGHT_BLUE = "#56B4E9"
+GREEN = "#009E73"
+ORANGE = "#D55E00"
+GREY = "#AAAAAA"
 # the name of an arm in a figure, its colour and its line
 LOOKS = {
-    "softmax": ("one map", "#0072B2", "-"),
-    "softmax sum": ("sum of two", "#56B4E9", "--"),
-    "softmax minus average": ("A − λU", "#009E73", "-"),
-    "diff": ("difference", "#D55E00", "--"),
-    "linear": ("one map", "#0072B2", "-"),
-    "linear sum": ("sum of two", "#56B4E9", "--"),
-    "linear minus average": ("A − λU", "#009E73", "-"),
-    "diff_linear": ("difference", "#D55E00", "--"),
-    "signed": ("signed", "#777777", ":"),
-    "delta": ("delta rule", "#000000", ":"),
+    "softmax": ("one map", BLUE, "-"),
+    "softmax sum": ("sum of two", LIGHT_BLUE, "--"),
+    "softmax minus average": ("minus average", GREEN, "-"),
+    "diff": ("difference", ORANGE, "--"),
+    "linear": ("one map", BLUE, "-"),
+    "linear sum": ("sum of two", LIGHT_BLUE, "--"),
+    "linear minus average": ("minus average", GREEN, "-"),
+    "diff_linear": ("difference", ORANGE, "--"),
+    "signed": ("signed", GREY, "-."),
+    "delta": ("delta rule", "black", "-."),
 }
 
 
@@ -583,20 +599,22 @@ def draw_accuracy(ax, found, tau=None):
         ax.plot(sizes, middle, line, color=color, linewidth=2.5, label=name)
     if tau is not None:
         ax.axvline(math.exp(tau), color="black", linestyle=":")
-        ax.text(math.exp(tau) + 1, 50, f"e^τ = {math.exp(tau):.1f}")
+        ax.text(math.exp(tau) + 1, 50, f"$e^{{{tau:g}}}$ = {math.exp(tau):.1f}")
     ax.set_xlabel("pairs that agree")
     ax.set_ylabel("right answers, %")
     ax.set_ylim(-3, 103)
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
 
 
 def crowd_figure(softmax, linear):
     figure, (left, right) = report.new_figure(columns=2, width=9, height=6, sharey=True)
     draw_accuracy(left, softmax, tau=2.0)
-    left.set_title("softmax, logits up to 2", pad=110)
+    left.set_title("softmax, logits up to 2")
     draw_accuracy(right, linear)
-    right.set_title("linear attention", pad=110)
+    right.set_title("linear attention")
     right.set_ylabel("")
+    # its first four arms look like those of softmax
+    figure.legend(*right.get_legend_handles_labels(), loc="outside upper center", ncols=3,
+                  frameon=False)
     return figure
 
 
@@ -604,7 +622,7 @@ def law_figure(rows):
     """The crowd that outvotes a model against the cap of its logits, beside e^tau."""
     figure, (ax,) = report.new_figure(width=6, height=5)
     line = [1.4 + 0.05 * i for i in range(46)]
-    ax.plot(line, [math.exp(tau) for tau in line], ":", color="black", label="e^τ")
+    ax.plot(line, [math.exp(tau) for tau in line], ":", color="black", label=r"$e^\tau$")
     # which models, how far beside the cap they are drawn, and how
     kinds = [
         ("softmax", 1, 0.0, "o"),
@@ -624,7 +642,7 @@ def law_figure(rows):
                 crowd = border(row)
                 y.append(52 if crowd is None else crowd)  # 52, above the line: not by any crowd
         ax.plot(x, y, marker, color=color, markersize=9, alpha=0.6, label=label)
-    ax.axhline(48, color="#777777", linewidth=0.8)
+    ax.axhline(48, color=GREY, linewidth=0.8)
     ax.text(1.4, 54.5, "not outvoted by 48")
     ax.set_xlabel("largest logit τ")
     ax.set_ylabel("half are right at")
@@ -634,37 +652,49 @@ def law_figure(rows):
 
 
 def rows_figure(models, pairs, m):
-    """Why: what one query takes from each pair, and then from each value, when m pairs agree.
+    """Why: what one query takes from each value of a text, and from the same text when m agree.
 
     models: {arm: a trained Reader}. A column shows the head that most often finds the right pair.
     """
-    figure, axes = report.new_figure(2, len(models), width=9, height=7, sharex=True, sharey="row")
-    texts = test_texts(pairs, m)
-    right = pairs - QUERIES  # what the first query asks for
-    grey, green, orange = "#AAAAAA", "#009E73", "#D55E00"
+    figure, axes = report.new_figure(2, len(models), width=9, height=7, sharex=True, sharey=True)
+    crowded = test_texts(pairs, m)
+    plain = make_texts(test_generator(m), TEST_TEXTS, pairs, 0)  # the same draws, no crowd
     for column, (arm, model) in enumerate(models.items()):
-        shares = largest_is_right(model, texts)
+        shares = largest_is_right(model, crowded)
         head = shares.index(max(shares))
-        weights = weights_of_pairs(model, texts)[0, head, 0]  # (N,), of the first text
-        by_pair = axes[column]
-        by_pair.set_title(LOOKS[arm][0] if arm in LOOKS else arm)
-        by_pair.bar(range(pairs), weights, 1, color=grey)
-        by_pair.bar(range(m), weights[:m], 1, color=orange)
-        by_pair.bar(right, weights[right], 2, color=green)
+        above = axes[column]
+        above.set_title(LOOKS[arm][0])
+        weights = weights_of_pairs(model, plain)[0, head, 0]  # (N,), of the first query
+        draw_weights(above, weights, m)
+        above.bar(range(m), weights[:m], 1, color=ORANGE)
 
-        by_value = axes[len(models) + column]
-        by_value.bar(range(m, pairs), weights[m:], 1, color=grey)
-        for x, votes, color in ((m / 2, weights[:m].sum(), orange), (right, weights[right], green)):
-            by_value.bar(x, votes, 5, color=color)
-            said = round(votes.item(), 2) + 0.0  # 0.0 and not -0.0
-            by_value.text(x, max(votes, 0) + 0.005, f"{said:.2f}", ha="center")
+        below = axes[len(models) + column]
+        weights = weights_of_pairs(model, crowded)[0, head, 0]
+        draw_weights(below, weights, m)
+        votes = weights[:m].sum().item()  # they have one value, so they add up
+        below.bar(m / 2, votes, 5, color=ORANGE)
+        write_above(below, m / 2, votes)
     for ax in axes:
         ax.axhline(0, color="black", linewidth=0.8)
         ax.set_xticks([])
+        ax.margins(y=0.1)
         ax.locator_params(axis="y", nbins=4)
-    axes[0].set_ylabel("each pair")
-    axes[len(models)].set_ylabel("each value")
+    axes[0].set_ylabel("none agree")
+    axes[len(models)].set_ylabel(f"{m} agree")
     return figure
+
+
+def draw_weights(ax, weights, m):
+    """The weight of each pair that is not in the crowd, and of the right one with its number."""
+    right = len(weights) - QUERIES  # what the first query asks for
+    ax.bar(range(m, len(weights)), weights[m:], 1, color=GREY)
+    ax.bar(right, weights[right], 3, color=GREEN)
+    write_above(ax, right, weights[right].item())
+
+
+def write_above(ax, x, weight):
+    said = round(weight, 2) + 0.0  # 0.0 and not -0.0
+    ax.text(x, max(weight, 0) + 0.005, f"{said:.2f}", ha="center")
 
 
 # -----------------------------------------------------------------------------
@@ -728,6 +758,7 @@ def demo(args):
     tables = {"Right answers in per cent, where m of the pairs agree": accuracy_table(found)}
     figure, (ax,) = report.new_figure(width=6, height=4.5)
     draw_accuracy(ax, found, task.tau)
+    ax.legend(loc="center right")
     conditions = {
         "task": f"{task.pairs} pairs a text; guessing finds 1 %",
         "trained on": f"texts in which no pairs agree, {task.steps} steps, seed {args.seed}",
