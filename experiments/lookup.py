@@ -654,7 +654,8 @@ def law_figure(rows):
 def rows_figure(models, pairs, m):
     """Why: what one query takes from each value of a text, and from the same text when m agree.
 
-    models: {arm: a trained Reader}. A column shows the head that most often finds the right pair.
+    models: {arm or another title: a trained Reader}. A column shows the head that most often finds
+    the right pair.
     """
     figure, axes = report.new_figure(2, len(models), width=9, height=7, sharex=True, sharey=True)
     crowded = test_texts(pairs, m)
@@ -663,7 +664,7 @@ def rows_figure(models, pairs, m):
         shares = largest_is_right(model, crowded)
         head = shares.index(max(shares))
         above = axes[column]
-        above.set_title(LOOKS[arm][0])
+        above.set_title(LOOKS[arm][0] if arm in LOOKS else arm)
         weights = weights_of_pairs(model, plain)[0, head, 0]  # (N,), of the first query
         draw_weights(above, weights, m)
         above.bar(range(m), weights[:m], 1, color=ORANGE)
