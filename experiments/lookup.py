@@ -2,29 +2,33 @@
 What does the subtraction buy? A look-up among pairs, on which a model trains in seconds.
 
     python -m experiments.lookup            # three models and their picture: a minute or two
-    python -m experiments.lookup softmax    # the experiment, see assets/results/lookup/README.md
-    python -m experiments.lookup linear     # the same for linear attention
-    python -m experiments.lookup publish    # tables and figures of the runs that are there
+    python -m experiments.lookup softmax    # the experiment on softmax, see assets/results/lookup
+    python -m experiments.lookup linear     # and on linear attention: hours, each on one core
+    python -m experiments.lookup publish    # tables, data and figures of the arms that are finished
 
-The first one and `publish` write tables, data and figures, the other two a row for each run.
+`softmax` and `linear` write a row for each run, and go on where they were stopped. They can run side
+by side.
 
 The task. A text is N pairs and then 8 queries. A pair is one token: the embedding of its key plus
 that of its value. A query is a key's embedding plus one that says "query", and the answer is the
 key's value. There are 4 N keys and 2 N values, and no positions. The model is one block of model.py
-with 64 channels. Some texts have a crowd: m of the pairs share one value. The queries ask for pairs
-outside the crowd, and all of these have different values.
+with 64 channels. (Some comparisons have two blocks, or two tokens for a pair, the key and then the
+value.) Some texts have a crowd: m of the pairs share one value. The queries ask for pairs outside
+the crowd, and all of these have different values.
 
 We train on plain texts, whose values are all different, and test on texts with a crowd. So the
 crowd can't teach the model anything: we see what other pairs do to a model that can find a pair.
-(Our first experiment had crowds of 0 to 3 N / 4 pairs in its training texts, too.)
+(Our first experiment, assets/results/crowd, had crowds of 0 to 3 N / 4 pairs in its training texts,
+too. A few comparisons here do the same with arms that it lacked.)
 
-The law. Let a map put the weight c on every wrong pair and c + D on the right one. Then a crowd of
-m pairs gets m c and the answer c + D, so one map fails at m0 = 1 + D / c. If the largest logit of a
-softmax map is tau, and that of a wrong pair is 0, then m0 = e^tau. A minus takes lambda c away from
-all pairs, so one map minus the average fails at m0 / (1 - lambda), and with lambda = 1 at no crowd.
+The law. Let a map give the weight c to every wrong pair and r to the right one. A crowd of m pairs
+has the weight m c together, so it outvotes the right one from m = r / c on. If the right logit of a
+softmax map is tau, and those of wrong pairs are 0, then r / c = e^tau. A minus that takes u away
+from every pair moves this border to (r - u) / (c - u), which grows without end as u comes to c.
 
-Words for the tests. Accuracy is "hidden" if the crowd's pairs are left out of the text. "Long"
-texts have m agreeing pairs beside N others, so that they are longer than those of the training.
+Words for the tests. Accuracy is "hidden" if the crowd's pairs are left out of the text: it shows
+whether the model is right once they are gone. "Long" texts have m agreeing pairs beside N others, so
+that they are longer than those of the training.
 """
 import argparse
 import math
@@ -41,12 +45,14 @@ import report
 import train
 from data import count
 from experiments.sweep import Cache, best_rate
-from model import GPT, GPTConfig, log_mask, make_rope
+from experiments.text import shift
+from model import GPT, GPTConfig, make_rope
 
 QUERIES = 8
 CHANNELS = 64
 BATCH = 32
 WARMUP = 50
+CURVE_EVERY = 500  # steps between two points of a learning curve
 TEST_TEXTS = 512  # texts of each crowd in a test
 LONG_CROWDS = (64, 256, 1024, 4096)  # beside the N pairs, in texts longer than those of training
 CHOOSE_ON = (1, 2)  # the seeds that choose the rate of an arm
@@ -61,7 +67,7 @@ DEMO_RATES = {"softmax": 4.5e-3, "softmax minus average": 2e-3, "diff": 2e-3}
 
 @dataclass(frozen=True)
 class Arm:
-    """An attention of model.py, and how it differs from it here."""
+    """An attention of model.py, and what is changed in it."""
 
     attn: str
     minus_average: bool = False
@@ -84,7 +90,7 @@ ARMS = {
 }
 SOFTMAX = list(ARMS)[:4]
 LINEAR = list(ARMS)[4:]
-# what decides, fixed before the first run: differences of the loss, see the page
+# the questions about linear maps, fixed before the first run: differences of the loss
 CONTRASTS = [
     ("diff_linear", "linear sum"),
     ("linear minus average", "linear"),
@@ -93,7 +99,7 @@ CONTRASTS = [
 
 
 def signed_map(q, k, mask):
-    """q k as it is, of either sign, which can't be divided by the sum of its row."""
+    """The dot product q k itself. It has either sign, so it can't be divided by its row's sum."""
     return q @ k.mT / math.sqrt(q.shape[-1]) * mask
 
 
@@ -149,6 +155,7 @@ class Texts:
 
 def make_texts(generator, B, N, m):
     """B texts of N pairs, m of them in the crowd."""
+    assert m <= N - QUERIES, "no query asks for a pair in the crowd"
     keys = 4 * N
     values = 2 * N
     key = torch.rand(B, keys, generator=generator).argsort(-1)[:, :N]
@@ -186,7 +193,7 @@ def mix(generator, key, value, keys, values):
 
 
 def crowds(N, arm):
-    """The sizes of the crowd in a test: more of them where the law says where an arm fails."""
+    """The sizes of the crowd in a test: more of them for softmax, where the law tells the border."""
     if arm in SOFTMAX:
         return [0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48]
     return [0, N // 8, N // 4, N // 2, 3 * N // 4]
@@ -196,98 +203,152 @@ def crowds(N, arm):
 # the model
 
 
-class Reader(nn.Module):
-    """One block of model.py that reads texts of pairs. It computes the rows of the queries only."""
+@dataclass(frozen=True)
+class Task:
+    """What the arms of a comparison share."""
 
-    def __init__(self, arm, pairs, tau, heads, seed):
+    pairs: int = 64
+    tau: float | None = None  # the largest logit of a softmax map. None: no cap
+    heads: int = 2
+    layers: int = 1
+    two_tokens: bool = False  # key and value are two tokens, and each token sees the one before it
+    steps: int = 8000
+    crowd_in_training: bool = False
+    choose_steps: int = 2000  # the rate is chosen by runs of so many steps
+
+    def settings(self):
+        """The settings that stand in the row of a run."""
+        settings = asdict(self)
+        del settings["choose_steps"]
+        return settings
+
+
+def softmax_task(tau, heads=1, **more):
+    return Task(tau=tau, heads=heads, steps=1500, choose_steps=1500, **more)
+
+
+class Reader(nn.Module):
+    """A GPT of model.py that reads texts of pairs. Its last block computes the queries' rows only."""
+
+    def __init__(self, arm, task, seed):
         super().__init__()
         self.arm = ARMS[arm]
-        self.tau = tau
-        self.pairs = pairs
+        self.task = task
         two_maps = self.arm.attn in ("diff", "diff_linear")
         config = GPTConfig(
             attn=self.arm.attn,
             minus_average=self.arm.minus_average,
-            n_layer=1,
-            n_head=2 * heads if two_maps else heads,
+            n_layer=task.layers,
+            n_head=2 * task.heads if two_maps else task.heads,  # two of queries make one of values
             n_embd=CHANNELS,
             subln=True,
-            block_size=pairs + QUERIES,
-            vocab_size=6 * pairs + 1,
+            vocab_size=6 * task.pairs + 1,
             rope_theta=0,
         )
         self.gpt = GPT(config, seed)
-        self.layer = self.gpt.blocks[0].attn
+        self.betas = nn.ModuleList()
         if self.arm.weights == "delta":
-            # how much of its value a token writes: the one parameter that model.py doesn't have
-            self.beta = nn.Linear(CHANNELS, heads, bias=False)
+            # how much of its value a token writes: the parameters that model.py doesn't have
             generator = torch.Generator().manual_seed(seed)
-            nn.init.normal_(self.beta.weight, std=1 / math.sqrt(3 * CHANNELS), generator=generator)
+            for _ in range(task.layers):
+                beta = nn.Linear(CHANNELS, task.heads, bias=False)
+                std = 1 / math.sqrt(3 * CHANNELS)
+                nn.init.normal_(beta.weight, std=std, generator=generator)
+                self.betas.append(beta)
 
-    def attention_map(self, x):
-        """A of the queries, (B, heads, QUERIES, T), from the normalised input (B, T, C)."""
-        layer = self.layer
+    def embed(self, texts):
+        """The tokens, (B, T, C): one of them for each pair, or two, and one for each query."""
+        key = self.gpt.wte(texts.key)
+        value_or_mark = self.gpt.wte(texts.value_or_mark)
+        if not self.task.two_tokens:
+            return key + value_or_mark
+        N = key.shape[1] - QUERIES
+        pairs = torch.stack((key[:, :N], value_or_mark[:, :N]), dim=2).flatten(1, 2)  # (B, 2 N, C)
+        queries = key[:, N:] + value_or_mark[:, N:]
+        return torch.cat((pairs, queries), dim=1)
+
+    def normed_input(self, depth, x):
+        """What the attention of a block reads, (B, T, C)."""
+        x = self.gpt.blocks[depth].norm1(x)
+        return shift(x) if self.task.two_tokens else x
+
+    def attention_map(self, depth, x, rows):
+        """A of the last `rows` tokens, (B, heads, rows, T), from normed_input (B, T, C)."""
+        layer = self.gpt.blocks[depth].attn
         B, T, C = x.shape
-        q = layer.q_proj(x[:, -QUERIES:]).view(B, QUERIES, layer.n_head, -1).transpose(1, 2)
+        q = layer.q_proj(x[:, -rows:]).view(B, rows, layer.n_head, -1).transpose(1, 2)
         k = layer.k_proj(x).view(B, T, layer.n_head, -1).transpose(1, 2)
         position = torch.arange(T)
-        rope_k = make_rope(position, layer.config, x.dtype)  # without positions it turns nothing
-        rope_q = make_rope(position[-QUERIES:], layer.config, x.dtype)
-        distance = rope_q.position[:, None] - position
-        log_D = log_mask(torch.zeros(1, 1, 1), distance)  # a query sees what stands before it
+        past = position <= position[-rows:, None]  # (rows, T): a token sees itself and the past
         if self.arm.weights == "signed":
-            return signed_map(q, k, log_D.exp())
+            return signed_map(q, k, past)
         if self.arm.weights == "delta":
-            beta = torch.sigmoid(self.beta(x)).transpose(1, 2)  # (B, H, T)
-            return delta_map(q, k, log_D.exp(), beta)
-        if self.tau is not None:  # queries and keys of one length, and a largest logit of tau
-            q = self.tau * math.sqrt(layer.head_dim) * F.normalize(q, dim=-1)
+            beta = torch.sigmoid(self.betas[depth](x)).transpose(1, 2)  # (B, H, T)
+            return delta_map(q, k, past, beta)
+        if self.task.tau is not None:  # queries and keys of one length, and a largest logit of tau
+            q = self.task.tau * math.sqrt(layer.head_dim) * F.normalize(q, dim=-1)
             k = F.normalize(k, dim=-1)
+        rope_k = make_rope(position, layer.config, x.dtype)  # without positions it turns nothing
+        rope_q = make_rope(position[-rows:], layer.config, x.dtype)
         lam = layer.lambda_full()
         if self.arm.sum:  # rows that sum to 1, whatever lambda is
-            A = layer.maps(q, k, rope_q, rope_k, log_D)
-            return (A[:, 0::2] + lam.abs() * A[:, 1::2]) / (1 + lam.abs())
+            lam = lam.abs()
+            return layer.attention_map(q, k, -lam, rope_q, rope_k) / (1 + lam)
         return layer.attention_map(q, k, lam, rope_q, rope_k)
 
-    def normed_input(self, texts):
-        x = self.gpt.wte(texts.key) + self.gpt.wte(texts.value_or_mark)  # (B, T, C)
-        return x, self.gpt.blocks[0].norm1(x)
+    def block(self, depth, x, rows):
+        """What a block makes of its input x (B, T, C): the last `rows` tokens, (B, rows, C)."""
+        block = self.gpt.blocks[depth]
+        layer = block.attn
+        B, T, C = x.shape
+        normed = self.normed_input(depth, x)
+        v = layer.v_proj(normed).view(B, T, layer.n_value_head, -1).transpose(1, 2)
+        y = self.attention_map(depth, normed, rows) @ v  # (B, heads, rows, d_v)
+        y = layer.subln(y) * (1 - layer.lambda_init)  # as in Attention.forward
+        y = y.transpose(1, 2).reshape(B, rows, C)
+        x = x[:, -rows:] + layer.out_proj(y)
+        return x + block.mlp(block.norm2(x))
+
+    def before_last(self, texts):
+        """The input of the last block, (B, T, C)."""
+        x = self.embed(texts)
+        for depth in range(self.task.layers - 1):
+            x = self.block(depth, x, rows=x.shape[1])
+        return x
+
+    def map_of_queries(self, texts):
+        """A of the queries in the last block, (B, heads, QUERIES, T)."""
+        depth = self.task.layers - 1
+        x = self.normed_input(depth, self.before_last(texts))
+        return self.attention_map(depth, x, QUERIES)
 
     def forward(self, texts):
         """The logits of the values at the queries, (B, QUERIES, 2 N)."""
-        layer = self.layer
-        block = self.gpt.blocks[0]
-        x, normed = self.normed_input(texts)
-        B, T, C = x.shape
-        v = layer.v_proj(normed).view(B, T, layer.n_value_head, -1).transpose(1, 2)
-        y = self.attention_map(normed) @ v  # (B, heads, QUERIES, d_v)
-        y = layer.subln(y) * (1 - layer.lambda_init)
-        y = y.transpose(1, 2).reshape(B, QUERIES, C)
-        x = x[:, -QUERIES:] + layer.out_proj(y)
-        x = x + block.mlp(block.norm2(x))
+        x = self.block(self.task.layers - 1, self.before_last(texts), QUERIES)
         # the embedding is also the output layer, as in the GPT, but only values can be answers
-        values = self.gpt.wte.weight[4 * self.pairs : 6 * self.pairs]
-        return self.gpt.norm(x) @ values.T
+        N = self.task.pairs
+        return self.gpt.norm(x) @ self.gpt.wte.weight[4 * N : 6 * N].T
 
 
 # -----------------------------------------------------------------------------
 # training and testing
 
 
-def train_reader(arm, pairs, tau, heads, steps, lr, seed, crowd_in_training, every=500, bar=None):
+def train_reader(arm, task, lr, seed, bar=None):
     """A trained Reader and its learning curve. Every step has new texts, the same for all arms."""
-    model = Reader(arm, pairs, tau, heads, seed)
+    torch.set_num_threads(1)  # a model this small has nothing to share
+    model = Reader(arm, task, seed)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0, fused=True)
     generator = torch.Generator().manual_seed(seed)
     curve = []
-    for step in range(steps):
+    for step in range(task.steps):
         for group in optimizer.param_groups:
-            group["lr"] = lr * min(1, (step + 1) / WARMUP) * (1 - step / steps)
+            group["lr"] = lr * min(1, (step + 1) / WARMUP) * (1 - step / task.steps)
         m = 0
-        if crowd_in_training:
+        if task.crowd_in_training:
             # one m for the whole batch: a text does not know the crowds of the others anyway
-            m = int(torch.randint(3 * pairs // 4 + 1, (), generator=generator))
-        texts = make_texts(generator, BATCH, pairs, m)
+            m = int(torch.randint(3 * task.pairs // 4 + 1, (), generator=generator))
+        texts = make_texts(generator, BATCH, task.pairs, m)
         loss = F.cross_entropy(model(texts).flatten(0, 1), texts.answer.flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -295,10 +356,10 @@ def train_reader(arm, pairs, tau, heads, steps, lr, seed, crowd_in_training, eve
         optimizer.step()
         if bar is not None:
             bar.update()
-        if (step + 1) % every == 0:
+        if (step + 1) % CURVE_EVERY == 0:
             point = dict(step=step + 1)
-            for m in (0, pairs // 2):
-                loss, accuracy = test_on(model, test_texts(pairs, m, 128))
+            for m in (0, task.pairs // 2):
+                loss, accuracy = test_on(model, test_texts(task.pairs, m, 128))
                 point |= {f"loss {m}": loss, f"accuracy {m}": accuracy}
             curve.append(point)
     return model, curve
@@ -325,53 +386,57 @@ def test_on(model, texts):
 @torch.no_grad()
 def weights_of_pairs(model, texts):
     """What each query takes from each pair, (B, heads, QUERIES, N), in the order of drawing."""
-    _, normed = model.normed_input(texts)
-    A = model.attention_map(normed)  # (B, heads, QUERIES, T)
-    return A.gather(-1, texts.place[:, None, None].expand(*A.shape[:3], -1))
+    A = model.map_of_queries(texts)  # (B, heads, QUERIES, T)
+    place = texts.place
+    if model.task.two_tokens:
+        place = 2 * place + 1  # that of the value, which sees the key
+    return A.gather(-1, place[:, None, None].expand(*A.shape[:3], -1))
 
 
 def largest_is_right(model, texts):
     """For each head, the share of the queries' rows in which the right pair weighs most."""
     first = weights_of_pairs(model, texts).argmax(-1)  # (B, heads, QUERIES)
-    right = torch.arange(first.shape[-1]) + model.pairs - QUERIES
+    right = torch.arange(QUERIES) + model.task.pairs - QUERIES
     return (first == right).float().mean((0, 2)).tolist()
 
 
-def train_and_test(arm, pairs, tau, heads, steps, lr, seed, crowd_in_training, bar=None):
-    """A trained Reader, and all that the JSON row of its run says beside these settings."""
-    torch.set_num_threads(1)  # a model this small has nothing to share
+def train_and_test(arm, task, lr, seed, bar=None):
+    """A trained Reader, and the JSON row of its run."""
     start = time.process_time()  # of this process, whatever else the machine does
-    model, curve = train_reader(arm, pairs, tau, heads, steps, lr, seed, crowd_in_training, bar=bar)
+    model, curve = train_reader(arm, task, lr, seed, bar)
+    N = task.pairs
     losses = {}
     accuracy = {}
     hidden = {}
-    for m in crowds(pairs, arm):
-        texts = test_texts(pairs, m)
+    for m in crowds(N, arm):
+        texts = test_texts(N, m)
         losses[str(m)], accuracy[str(m)] = test_on(model, texts)
         _, hidden[str(m)] = test_on(model, texts.without(m))
     long = {}
-    for m in LONG_CROWDS:
-        texts = make_long_texts(torch.Generator().manual_seed(2 * 10**6 + m), 32, pairs, m)
-        _, long[str(m)] = test_on(model, texts)
+    if task.layers == 1 and not task.two_tokens:  # else their maps would not fit into memory
+        for m in LONG_CROWDS:
+            texts = make_long_texts(torch.Generator().manual_seed(2 * 10**6 + m), 32, N, m)
+            _, long[str(m)] = test_on(model, texts)
     with_crowd = [loss for m, loss in losses.items() if m != "0"]
-    lam = model.layer.lambda_full()
-    return model, dict(
+    lambdas = [block.attn.lambda_full() for block in model.gpt.blocks]
+    found = dict(
         accuracy=accuracy,
         accuracy_hidden=hidden,
         accuracy_long=long,
         losses=losses,
         loss=finite(mean(with_crowd)),
-        largest_is_right=largest_is_right(model, test_texts(pairs, pairs // 4, 128)),
+        largest_is_right=largest_is_right(model, test_texts(N, N // 4, 128)),
         curve=curve,
         seconds=round(time.process_time() - start, 1),
         commit=report.commit(),
-        **{"lambda": None if lam is None else lam.item()},
     )
+    found["lambda"] = None if lambdas[-1] is None else lambdas[-1].item()  # of the last layer
+    return model, dict(arm=arm, **task.settings(), lr=lr, seed=seed) | found
 
 
-def run_once(**settings):
-    """The JSON row of a run."""
-    _, row = train_and_test(**settings)
+def run_once(arm, lr, seed, **settings):
+    """The row of a run whose Task has these settings."""
+    _, row = train_and_test(arm, Task(**settings), lr, seed)
     return row
 
 
@@ -389,28 +454,6 @@ def finite(loss):
 # the experiment: each arm at its own best rate, chosen on plain texts
 
 
-@dataclass(frozen=True)
-class Task:
-    """What the arms of a comparison share."""
-
-    pairs: int = 64
-    tau: float | None = None
-    heads: int = 2
-    steps: int = 8000
-    crowd_in_training: bool = False
-    choose_steps: int = 2000  # the rate is chosen by runs of so many steps
-
-    def settings(self):
-        """Those that stand in the row of a run."""
-        settings = asdict(self)
-        del settings["choose_steps"]
-        return settings
-
-
-def softmax_task(tau, heads=1):
-    return Task(tau=tau, heads=heads, steps=1500, choose_steps=1500)
-
-
 # the heading of a comparison on the page, its task, and its arms
 SOFTMAX_EXPERIMENT = [
     ("Softmax, one head, τ = 2", softmax_task(2.0), SOFTMAX),
@@ -421,39 +464,41 @@ SOFTMAX_EXPERIMENT = [
     ("Softmax, one head, τ = 3", softmax_task(3.0), SOFTMAX),
     ("Softmax, one head, τ = 3.5", softmax_task(3.5), SOFTMAX),
     ("Softmax, one head, no cap", softmax_task(None), SOFTMAX),
+    ("Softmax, two layers, one head, τ = 2", softmax_task(2.0, layers=2), SOFTMAX),
 ]
 LINEAR_EXPERIMENT = [
     ("Linear attention, 8,000 steps", Task(), LINEAR),
     ("Linear attention, 2,000 steps", Task(steps=2000), LINEAR),
     ("Linear attention, 128 pairs, 8,000 steps", Task(pairs=128), LINEAR),
-    # the other arms were trained with crowds before, see assets/results/crowd
+    ("Linear attention, two layers, 2,000 steps", Task(layers=2, steps=2000), LINEAR[:4]),
+    ("Linear attention, key and value as two tokens, 2,000 steps",
+     Task(two_tokens=True, steps=2000), LINEAR[:4] + ["delta"]),
+    # assets/results/crowd has the other arms
     ("Trained with crowds, 2,000 steps", Task(steps=2000, crowd_in_training=True),
      ["linear minus average"]),
     ("Trained with crowds, 128 pairs, 2,000 steps",
      Task(pairs=128, steps=2000, crowd_in_training=True), ["linear minus average"]),
     ("Trained with crowds, softmax, two heads, τ = 1",
-     Task(tau=1.0, steps=1500, choose_steps=1500, crowd_in_training=True),
-     ["softmax minus average"]),
+     softmax_task(1.0, heads=2, crowd_in_training=True), ["softmax minus average"]),
 ]
 
 
-def run_arm(cache, arm, task, seeds=SEEDS):
-    """The rows of an arm: its rate by the loss on plain texts on CHOOSE_ON, then the seeds."""
+def run_arm(cache, arm, task):
+    """The rows of an arm: its rate by the loss on plain texts on CHOOSE_ON, then SEEDS."""
 
     def row(lr, seed, steps):
         settings = task.settings() | dict(arm=arm, lr=lr, seed=seed, steps=steps)
         found = cache.run(run_once, **settings)
         accuracy = " ".join(f"{m}:{a:.3f}" for m, a in found["accuracy"].items())
-        what = f"{arm}, tau {task.tau}, {steps} steps, lr {lr:g}, seed {seed}"
-        print(f"{what}: {accuracy}", flush=True)
+        print(f"  {arm}, {steps} steps, lr {lr:g}, seed {seed}: {accuracy}", flush=True)
         return found
 
     def plain_loss(lr, seed):
         return finite(row(lr, seed, task.choose_steps)["losses"]["0"])
 
-    assert not set(CHOOSE_ON) & set(seeds), "a run that chooses a rate must not be reported"
+    assert not set(CHOOSE_ON) & set(SEEDS), "a run that chooses a rate must not be reported"
     lr = best_rate(plain_loss, START_RATE, CHOOSE_ON, factor=1.5)
-    return [row(lr, seed, task.steps) for seed in seeds]
+    return [row(lr, seed, task.steps) for seed in SEEDS]
 
 
 # -----------------------------------------------------------------------------
@@ -461,9 +506,10 @@ def run_arm(cache, arm, task, seeds=SEEDS):
 
 
 def border(row):
-    """The crowd at which half of the answers are right, between two tested ones on a straight line.
+    """The law's border: the crowd at which half of the answers are right.
 
-    0 if fewer are right without a crowd. None if no crowd of the test is that large.
+    It lies between two sizes that were tested, on a straight line. 0 if fewer are right without a
+    crowd. None if no crowd of the test is that large.
     """
     points = [(int(m), accuracy) for m, accuracy in row["accuracy"].items()]
     if points[0][1] < 0.5:
@@ -475,17 +521,16 @@ def border(row):
 
 
 def reported(rows, task, arms):
-    """The rows of a task on SEEDS, {arm: rows}, without the arms that are not finished."""
+    """The rows of a task in the order of SEEDS, {arm: rows}, without the arms that lack a seed."""
     found = {}
     for arm in arms:
         wanted = task.settings() | dict(arm=arm)
-        of_arm = []
+        by_seed = {}
         for row in rows:
-            same = all(row[name] == value for name, value in wanted.items())
-            if same and row["seed"] in SEEDS:
-                of_arm.append(row)
-        if len(of_arm) == len(SEEDS):
-            found[arm] = of_arm
+            if all(row[name] == value for name, value in wanted.items()):
+                by_seed[row["seed"]] = row
+        if set(SEEDS) <= set(by_seed):
+            found[arm] = [by_seed[seed] for seed in SEEDS]
     return found
 
 
@@ -558,9 +603,10 @@ def tables_of(heading, found):
     tables[f"{heading}: the same without the crowd's pairs"] = accuracy_table(
         found, "accuracy_hidden"
     )
-    tables[f"{heading}: m agreeing pairs beside the others"] = accuracy_table(
-        found, "accuracy_long"
-    )
+    if any(rows[0]["accuracy_long"] for rows in found.values()):
+        tables[f"{heading}: m agreeing pairs beside the others"] = accuracy_table(
+            found, "accuracy_long"
+        )
     tables[f"{heading}: rates, losses, borders, lambdas"] = summary_table(found)
     return tables
 
@@ -705,7 +751,8 @@ def write_above(ax, x, weight):
 def experiment(comparisons, args):
     """Trains all that these comparisons need, and writes a row for each run."""
     cache = Cache(args.out / "runs.jsonl")
-    for _, task, arms in comparisons:
+    for heading, task, arms in comparisons:
+        print(heading, flush=True)
         for arm in arms:
             run_arm(cache, arm, task)
 
@@ -735,27 +782,23 @@ def publish(args):
     if any(row["tau"] not in (None, 2.0) for row in rows):  # else it would show a single cap
         law_figure(rows).savefig(args.publish / "law.png")
 
-    torch.set_num_threads(1)  # as the runs had it, or the last digits differ
     models = {}
     for arm in DEMO_RATES:
         row = softmax[arm][0]
-        settings = softmax_task(2.0).settings() | dict(lr=row["lr"], seed=row["seed"])
-        models[arm], _ = train_reader(arm, **settings)
+        models[arm], _ = train_reader(arm, softmax_task(2.0), row["lr"], row["seed"])
     rows_figure(models, 64, 16).savefig(args.publish / "rows.png")
 
 
 def demo(args):
     """Trains three models with one head and logits up to 2, and shows what a crowd does to them."""
     task = softmax_task(2.0)
-    runs = {}
+    found = {}
     models = {}
     with tqdm(total=task.steps * len(DEMO_RATES), unit=" steps", mininterval=1) as bar:
         for arm, lr in DEMO_RATES.items():
             bar.set_description(arm)
-            settings = task.settings() | dict(arm=arm, lr=lr, seed=args.seed)
-            models[arm], row = train_and_test(**settings, bar=bar)
-            runs[arm] = settings | row
-    found = {arm: [row] for arm, row in runs.items()}
+            models[arm], row = train_and_test(arm, task, lr, args.seed, bar)
+            found[arm] = [row]
     tables = {"Right answers in per cent, where m of the pairs agree": accuracy_table(found)}
     figure, (ax,) = report.new_figure(width=6, height=4.5)
     draw_accuracy(ax, found, task.tau)
@@ -765,7 +808,8 @@ def demo(args):
         "trained on": f"texts in which no pairs agree, {task.steps} steps, seed {args.seed}",
     }
     title = "A look-up among 64 pairs, when some of the others agree"
-    report.publish(args.out, "demo", title, tables, list(runs.values()), conditions, figure)
+    runs = [row for rows in found.values() for row in rows]
+    report.publish(args.out, "demo", title, tables, runs, conditions, figure)
     rows_figure(models, task.pairs, 16).savefig(args.out / "rows.png")
     print(f"the picture is {args.out}/demo.png, the data {args.out}/demo.json, and "
           f"{args.out}/rows.png shows the weights behind it")

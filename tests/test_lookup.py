@@ -5,8 +5,18 @@ import pytest
 import torch
 
 from experiments import lookup
-from experiments.lookup import ARMS, QUERIES, Reader, delta_map, make_long_texts, make_texts
+from experiments.lookup import (
+    ARMS,
+    QUERIES,
+    Reader,
+    Task,
+    delta_map,
+    make_long_texts,
+    make_texts,
+    weights_of_pairs,
+)
 from experiments.sweep import Cache
+from model import distances, log_mask
 
 torch.set_num_threads(1)
 N = 32
@@ -16,11 +26,12 @@ def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def reader(arm, tau=None, heads=2):
-    model = Reader(arm, N, tau, heads, seed=1)
+def reader(arm, **settings):
+    model = Reader(arm, Task(pairs=N, **settings), seed=1)
     with torch.no_grad():
         model.gpt.wte.weight.mul_(3)  # so that the maps are not flat
-        model.layer.q_proj.weight.mul_(3)
+        for block in model.gpt.blocks:
+            block.attn.q_proj.weight.mul_(3)
     return model
 
 
@@ -52,20 +63,51 @@ def test_a_long_crowd_shares_no_key_and_no_value_with_the_others():
         assert len(set(keys[200:])) == N
 
 
+@pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("arm", [arm for arm in ARMS if not ARMS[arm].weights])
-def test_the_rows_of_the_queries_are_those_of_model_py(arm):
-    model = reader(arm)
-    _, x = model.normed_input(make_texts(generator(), 3, N, 8))
-    A = model.attention_map(x)
-    if ARMS[arm].sum:  # the difference with the sign of lambda turned, over 1 + lambda
-        layer = model.layer
+def test_the_rows_of_the_queries_are_those_of_model_py(arm, layers):
+    model = reader(arm, layers=layers)
+    texts = make_texts(generator(), 3, N, 8)
+    A = model.map_of_queries(texts)
+    layer = model.gpt.blocks[-1].attn
+    x = model.normed_input(layers - 1, model.before_last(texts))
+    if ARMS[arm].sum:
         q, k, _, lam = layer.project(x)
         rope = layer.rope_from_0(x)
-        expected = layer.attention_map(q, k, -lam.abs(), rope, rope) / (1 + lam.abs())
+        log_D = log_mask(torch.zeros(1, 1, 1), distances(x.shape[1], "cpu"))
+        both = layer.maps(q, k, rope, rope, log_D)
+        expected = (both[:, 0::2] + lam.abs() * both[:, 1::2]) / (1 + lam.abs())
         torch.testing.assert_close(A.sum(-1), torch.ones_like(A.sum(-1)))
     else:
-        expected = model.layer.map(x)
+        expected = layer.map(x)
     torch.testing.assert_close(A, expected[:, :, -QUERIES:], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("arm", ["softmax", "diff", "linear", "diff_linear"])
+def test_a_block_is_that_of_model_py(arm):
+    model = reader(arm, layers=2)
+    texts = make_texts(generator(), 3, N, 8)
+    x = model.embed(texts)
+    rope = model.gpt.blocks[0].attn.rope_from_0(x)
+    expected = model.gpt.blocks[0](x, rope)
+    torch.testing.assert_close(model.before_last(texts), expected, rtol=0, atol=1e-5)
+
+
+def test_of_two_tokens_the_value_sees_its_key():
+    model = reader("linear", two_tokens=True)
+    texts = make_texts(generator(), 3, N, 0)
+    x = model.embed(texts)
+    assert x.shape == (3, 2 * N + QUERIES, 64)
+    seen = model.normed_input(0, x)
+    keys = model.gpt.blocks[0].norm1(model.gpt.wte(texts.key[:, :N]))
+    values = model.gpt.blocks[0].norm1(model.gpt.wte(texts.value_or_mark[:, :N]))
+    assert torch.equal(seen[:, 1 : 2 * N : 2, 32:], keys[..., 32:])
+    assert torch.equal(seen[:, 1 : 2 * N : 2, :32], values[..., :32])
+    # and the weight of a pair is that of its value's token
+    A = model.map_of_queries(texts)
+    weights = weights_of_pairs(model, texts)
+    where = texts.place[1, 5]
+    assert torch.equal(weights[1, :, :, 5], A[1, :, :, 2 * where + 1])
 
 
 def test_the_delta_rule_as_a_map_is_its_recurrence():
@@ -86,9 +128,8 @@ def test_the_delta_rule_as_a_map_is_its_recurrence():
 @pytest.mark.parametrize("tau", [1.5, 2.0])
 def test_the_largest_logit_is_tau(tau):
     """So a weight is at most e^(2 tau) times another one, and with wrong logits of 0 e^tau."""
-    model = reader("softmax", tau, heads=1)
-    _, x = model.normed_input(make_texts(generator(), 20, N, 0))
-    A = model.attention_map(x)[..., :N]
+    model = reader("softmax", tau=tau, heads=1)
+    A = model.map_of_queries(make_texts(generator(), 20, N, 0))[..., :N]
     ratio = A.amax(-1) / A.amin(-1)
     assert 2 < ratio.max() <= math.exp(2 * tau) * 1.001
 
@@ -105,10 +146,11 @@ def test_the_law_of_a_constructed_map(tau, m):
     assert difference[1:49].sum() < difference[0]
 
 
+@pytest.mark.parametrize("two_tokens", [False, True])
 @pytest.mark.parametrize("arm", ARMS)
-def test_a_crowd_that_is_hidden_is_not_there(arm):
+def test_a_crowd_that_is_hidden_is_not_there(arm, two_tokens):
     """The logits are those of the texts that never had these pairs, whatever the crowd's value."""
-    model = reader(arm)
+    model = reader(arm, two_tokens=two_tokens)
     texts = make_texts(generator(), 20, N, 8)
     other = make_texts(generator(), 20, N, 8)
     other.value_or_mark.scatter_(1, other.place[:, :8], 4 * N)  # another value for the crowd
@@ -124,7 +166,7 @@ def test_a_crowd_that_is_hidden_is_not_there(arm):
 def test_an_arm_is_trained_at_its_best_rate_and_a_restart_trains_nothing(monkeypatch):
     made = []
 
-    def run_once(arm, pairs, tau, heads, steps, lr, seed, crowd_in_training):
+    def run_once(lr, seed, **settings):
         made.append((lr, seed))
         return dict(losses={"0": abs(math.log(lr / 4.5e-3))}, accuracy={"0": 1.0}, loss=1.0)
 
@@ -141,8 +183,10 @@ def test_a_run_has_the_fields_that_a_page_needs(monkeypatch):
     monkeypatch.setattr(lookup, "TEST_TEXTS", 16)
     monkeypatch.setattr(lookup, "LONG_CROWDS", (64,))
     cache = Cache("runs.jsonl")
-    task = dict(pairs=64, tau=2.0, heads=1, steps=4, lr=1e-3, seed=3, crowd_in_training=False)
-    row = cache.run(lookup.run_once, arm="softmax minus average", **task)
+    settings = Task(tau=2.0, heads=1, steps=4).settings()
+    row = cache.run(
+        lookup.run_once, arm="softmax minus average", lr=1e-3, seed=3, **settings
+    )
     assert list(row["accuracy"]) == ["0", "1", "2", "4", "6", "8", "12", "16", "24", "32", "48"]
     assert list(row["accuracy_hidden"]) == list(row["accuracy"])
     assert 0.15 < row["lambda"] < 0.25
