@@ -62,8 +62,8 @@ def means(runs, value="loss"):
     return pd.DataFrame(rows, columns=["arm", "n", "mean", "low", "high"])
 
 
-def compare(runs, pairs):
-    """The difference of the mean losses of two arms with its 95 % interval (Welch), for each pair.
+def compare(runs, pairs, level=0.95):
+    """The difference of the mean losses of two arms with its interval (Welch), for each pair.
 
     Arms that share a seed are not paired: that took nothing off the noise.
     runs: a data frame with a row for each run, and the columns arm and loss.
@@ -79,7 +79,7 @@ def compare(runs, pairs):
         b = runs.loc[runs["arm"] == base, "loss"]
         low = high = math.nan
         if min(len(a), len(b)) > 1 and np.isfinite([*a, *b]).all():
-            low, high = stats.ttest_ind(a, b, equal_var=False).confidence_interval(0.95)
+            low, high = stats.ttest_ind(a, b, equal_var=False).confidence_interval(level)
         difference = float(a.mean()) - float(b.mean())
         rows.append(dict(arm=arm, base=base, difference=difference, low=low, high=high))
     return pd.DataFrame(rows, columns=["arm", "base", "difference", "low", "high"])

@@ -58,8 +58,8 @@ LONG_CROWDS = (64, 256, 1024, 4096)  # beside the N pairs, in texts longer than 
 CHOOSE_ON = (1, 2)  # the seeds that choose the rate of an arm
 SEEDS = (3, 4, 5, 6, 7)  # and those that are reported
 START_RATE = 3e-3
-# the best rates with one head and logits of at most tau = 2 (queries and keys of fixed lengths)
-DEMO_RATES = {"softmax": 4.5e-3, "softmax minus average": 2e-3, "diff": 2e-3}
+# the arms that are shown, and their best rates with one head and logits of at most tau = 2
+SHOWN = {"softmax": 4.5e-3, "softmax minus average": 2e-3, "diff": 2e-3}
 
 # -----------------------------------------------------------------------------
 # the arms
@@ -96,6 +96,7 @@ CONTRASTS = [
     ("linear minus average", "linear"),
     ("diff_linear", "linear minus average"),
 ]
+CONTRAST_LEVEL = 0.983  # of their intervals. 1 - 0.05 / 3: together they have an error of 5 %
 
 
 def signed_map(q, k, mask):
@@ -556,7 +557,9 @@ def summary_table(found):
 
     table = []
     for arm, rows in found.items():
-        lambdas = [abs(row["lambda"]) for row in rows if row["lambda"] is not None]
+        lambdas = [row["lambda"] for row in rows if row["lambda"] is not None]
+        if ARMS[arm].sum:
+            lambdas = [abs(lam) for lam in lambdas]  # it adds |lambda| A_2
         borders = [border(row) for row in rows]
         first = [sum(row["largest_is_right"]) / len(row["largest_is_right"]) for row in rows]
         table.append({
@@ -572,24 +575,18 @@ def summary_table(found):
 
 
 def contrast_table(found):
-    """The three contrasts: differences of the loss with Welch intervals of 98.3 %.
-
-    That is 1 - 0.05 / 3: together they have an error of 5 %. They are primary after 8,000 steps.
-    """
+    """The contrasts between the arms that are there. After 8,000 steps on 64 pairs they decide."""
     import pandas as pd
-    from scipy import stats
 
+    runs = pd.DataFrame([row for rows in found.values() for row in rows])
+    pairs = [(arm, base) for arm, base in CONTRASTS if arm in found and base in found]
     table = []
-    for arm, base in CONTRASTS:
-        if arm in found and base in found:
-            a = [row["loss"] for row in found[arm]]
-            b = [row["loss"] for row in found[base]]
-            interval = stats.ttest_ind(a, b, equal_var=False).confidence_interval(0.983)
-            table.append({
-                "contrast": f"{arm} − {base}",
-                "difference of the loss": f"{mean(a) - mean(b):+.3f}",
-                "98.3 % interval": f"{interval.low:+.3f} to {interval.high:+.3f}",
-            })
+    for row in report.compare(runs, pairs, CONTRAST_LEVEL).to_dict("records"):
+        table.append({
+            "contrast": f"{row['arm']} − {row['base']}",
+            "difference of the loss": f"{row['difference']:+.3f}",
+            "98.3 % interval": f"{row['low']:+.3f} to {row['high']:+.3f}",
+        })
     return pd.DataFrame(table)
 
 
@@ -667,6 +664,8 @@ def crowd_figure(softmax, linear):
 def law_figure(rows):
     """The crowd that outvotes a model against the cap of its logits, beside e^tau."""
     figure, (ax,) = report.new_figure(width=6, height=5)
+    largest = max(crowds(64, "softmax"))
+    above = largest + 4  # where a model is drawn that no crowd outvotes
     line = [1.4 + 0.05 * i for i in range(46)]
     ax.plot(line, [math.exp(tau) for tau in line], ":", color="black", label=r"$e^\tau$")
     # which models, how far beside the cap they are drawn, and how
@@ -686,10 +685,10 @@ def law_figure(rows):
             for row in reported(rows, softmax_task(tau, heads), [arm]).get(arm, []):
                 x.append(tau + beside)
                 crowd = border(row)
-                y.append(52 if crowd is None else crowd)  # 52, above the line: not by any crowd
+                y.append(above if crowd is None else crowd)
         ax.plot(x, y, marker, color=color, markersize=9, alpha=0.6, label=label)
-    ax.axhline(48, color=GREY, linewidth=0.8)
-    ax.text(1.4, 54.5, "not outvoted by 48")
+    ax.axhline(largest, color=GREY, linewidth=0.8)
+    ax.text(1.4, above + 2.5, f"not outvoted by {largest}")
     ax.set_xlabel("largest logit τ")
     ax.set_ylabel("half are right at")
     ax.set_ylim(0, 60)
@@ -768,25 +767,26 @@ def publish(args):
         found = reported(rows, task, arms)
         if found:
             tables |= tables_of(heading, found)
+    if not tables:
+        raise ValueError(f"no arm of {args.out / 'runs.jsonl'} is finished, so there is nothing "
+                         "to publish")
     conditions = {
         "seeds": f"rates chosen on {CHOOSE_ON}, these are {SEEDS}, side by side in a cell",
         "precision": "float32, one thread",
     }
     softmax = reported(rows, softmax_task(2.0), SOFTMAX)
-    linear = reported(rows, Task(), LINEAR) or reported(rows, Task(steps=2000), LINEAR)
-    figure = crowd_figure(softmax, linear)
+    linear = reported(rows, Task(), LINEAR)
+    figure = crowd_figure(softmax, linear) if softmax and linear else None
     command = "python -m experiments.lookup publish"
-    report.publish(
-        args.publish, "lookup", "The look-up", tables, rows, conditions, figure, command
-    )
-    if any(row["tau"] not in (None, 2.0) for row in rows):  # else it would show a single cap
-        law_figure(rows).savefig(args.publish / "law.png")
-
-    models = {}
-    for arm in DEMO_RATES:
-        row = softmax[arm][0]
-        models[arm], _ = train_reader(arm, softmax_task(2.0), row["lr"], row["seed"])
-    rows_figure(models, 64, 16).savefig(args.publish / "rows.png")
+    report.publish(args.out, "lookup", "The look-up", tables, rows, conditions, figure, command)
+    if softmax:
+        law_figure(rows).savefig(args.out / "law.png")
+    if set(SHOWN) <= set(softmax):
+        models = {}
+        for arm in SHOWN:
+            row = softmax[arm][0]
+            models[arm], _ = train_reader(arm, softmax_task(2.0), row["lr"], row["seed"])
+        rows_figure(models, 64, 16).savefig(args.out / "rows.png")
 
 
 def demo(args):
@@ -794,8 +794,8 @@ def demo(args):
     task = softmax_task(2.0)
     found = {}
     models = {}
-    with tqdm(total=task.steps * len(DEMO_RATES), unit=" steps", mininterval=1) as bar:
-        for arm, lr in DEMO_RATES.items():
+    with tqdm(total=task.steps * len(SHOWN), unit=" steps", mininterval=1) as bar:
+        for arm, lr in SHOWN.items():
             bar.set_description(arm)
             models[arm], row = train_and_test(arm, task, lr, args.seed, bar)
             found[arm] = [row]
@@ -810,15 +810,15 @@ def demo(args):
     title = "A look-up among 64 pairs, when some of the others agree"
     runs = [row for rows in found.values() for row in rows]
     report.publish(args.out, "demo", title, tables, runs, conditions, figure)
-    rows_figure(models, task.pairs, 16).savefig(args.out / "rows.png")
+    rows_figure(models, task.pairs, 16).savefig(args.out / "demo_rows.png")
     print(f"the picture is {args.out}/demo.png, the data {args.out}/demo.json, and "
-          f"{args.out}/rows.png shows the weights behind it")
+          f"{args.out}/demo_rows.png shows the weights behind it")
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(
         prog="python -m experiments.lookup",
-        description=__doc__,
+        description=__doc__.partition("\nThe task.")[0],
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -826,9 +826,7 @@ def main(argv=None):
                         help="without one: see it in a minute")
     parser.add_argument("--seed", type=count, default=1, help="of the models without a verb (1)")
     parser.add_argument("--out", type=Path, default=Path("out/lookup"),
-                        help="folder for the runs and the pictures (out/lookup)")
-    parser.add_argument("--publish", type=Path, default=Path("out/lookup"),
-                        help="folder for the tables and figures of `publish` (out/lookup)")
+                        help="folder for all of it (out/lookup)")
     args = parser.parse_args(argv)
     if args.verb == "softmax":
         experiment(SOFTMAX_EXPERIMENT, args)
