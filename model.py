@@ -329,7 +329,7 @@ class Attention(nn.Module):
         log_D = log_mask(self.decay_rate(q.device, wide_dtype(q)), distance)  # (H, R, T)
         A = self.maps(q, k, rope_q, rope_k, log_D)  # (B, H, R, T)
         if self.config.minus_average:
-            U = F.softmax(log_D, dim=-1)  # D over its row sums: the map with w = 1
+            U = F.softmax(log_D, dim=-1)  # all weights alike: D over its row sums
             return A - lam * U
         return self.subtract(A, lam)
 

@@ -37,11 +37,11 @@ def test_its_numbers_are_those_of_model_py():
 
 
 def test_its_layer_runs():
-    (block,) = [block for block in BLOCKS if "layer = Diff(" in block]
+    (block,) = [block for block in BLOCKS if "diff = Diff(" in block]
     names = {}
     exec(block, names)
     assert names["y"].shape == (2, 100, 768)
-    assert (names["layer"].subln.weight == 0.2).all()
+    assert (names["diff"].subln.weight == 0.2).all()
     width = MLP(GPTConfig(attn="diff_v2", n_embd=768, n_head=12)).down_proj.in_features
     assert width == matched_width(768, 12) < 2048
 
