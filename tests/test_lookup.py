@@ -199,3 +199,12 @@ def test_the_border_is_where_half_are_right():
     assert lookup.border(dict(accuracy={"0": 1.0, "8": 0.75, "16": 0.25})) == 12
     assert lookup.border(dict(accuracy={"0": 1.0, "48": 0.9})) is None
     assert lookup.border(dict(accuracy={"0": 0.4, "48": 0.1})) == 0  # it finds nothing anyway
+
+
+def test_rows_are_reported_by_seed_whatever_is_there_twice():
+    task = Task()
+    rows = [task.settings() | dict(arm="diff", seed=seed) for seed in (7, 3, 1, 6, 4, 5, 3)]
+    rows += [task.settings() | dict(arm="linear", seed=seed) for seed in (3, 4, 5, 6)]
+    found = lookup.reported(rows, task, ["diff", "linear"])
+    assert list(found) == ["diff"]
+    assert [row["seed"] for row in found["diff"]] == [3, 4, 5, 6, 7]
