@@ -1,13 +1,18 @@
 """
 What does the subtraction buy? A look-up among pairs, on which a model trains in seconds.
 
-    python -m experiments.lookup            # three models and their picture: a minute or two
-    python -m experiments.lookup softmax    # the experiment on softmax, see assets/results/lookup
-    python -m experiments.lookup linear     # and on linear attention: hours, each on one core
+    python -m experiments.lookup            # three models and their pictures: a minute or two
+    python -m experiments.lookup softmax    # the experiment on softmax: hours on one core
+    python -m experiments.lookup linear     # the experiment on linear attention: more hours
     python -m experiments.lookup publish    # tables, data and figures of the arms that are finished
 
-`softmax` and `linear` write a row for each run, and go on where they were stopped. They can run side
-by side.
+`softmax` and `linear` add a row for each run to out/lookup/runs.jsonl, and go on where they were
+stopped. The two can run side by side, but not one of them twice. What came of it, and what we had
+predicted, stands in assets/results/lookup.
+
+The arms are kinds of attention. For softmax and for linear attention there are one map, the sum of
+two, one map minus the average, and the difference of two. For linear attention there are also two
+others whose weights can be negative.
 
 The task. A text is N pairs and then 8 queries. A pair is one token: the embedding of its key plus
 that of its value. A query is a key's embedding plus one that says "query", and the answer is the
@@ -23,8 +28,10 @@ too. A few comparisons here do the same with arms that it lacked.)
 
 The law. Let a map give the weight c to every wrong pair and r to the right one. A crowd of m pairs
 has the weight m c together, so it outvotes the right one from m = r / c on. If the right logit of a
-softmax map is tau, and those of wrong pairs are 0, then r / c = e^tau. A minus that takes u away
-from every pair moves this border to (r - u) / (c - u), which grows without end as u comes to c.
+softmax map is tau, and those of wrong pairs are 0, then r / c = e^tau. (A cap of tau allows logits
+down to -tau, but many wrong keys can't all point away from one query.) A minus that takes u away
+from every pair moves this border to (r - u) / (c - u), and from u = c on no crowd outvotes. For the
+average, u is lambda over the number of tokens. A second map may take less from the right pair.
 
 Words for the tests. Accuracy is "hidden" if the crowd's pairs are left out of the text: it shows
 whether the model is right once they are gone. "Long" texts have m agreeing pairs beside N others, so
@@ -33,7 +40,7 @@ that they are longer than those of the training.
 import argparse
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -58,7 +65,7 @@ LONG_CROWDS = (64, 256, 1024, 4096)  # beside the N pairs, in texts longer than 
 CHOOSE_ON = (1, 2)  # the seeds that choose the rate of an arm
 SEEDS = (3, 4, 5, 6, 7)  # and those that are reported
 START_RATE = 3e-3
-# the arms that are shown, and their best rates with one head and logits of at most tau = 2
+# the arms that are shown, and the rates that `softmax` chose for one head and tau = 2
 SHOWN = {"softmax": 4.5e-3, "softmax minus average": 2e-3, "diff": 2e-3}
 
 # -----------------------------------------------------------------------------
@@ -90,7 +97,8 @@ ARMS = {
 }
 SOFTMAX = list(ARMS)[:4]
 LINEAR = list(ARMS)[4:]
-# the questions about linear maps, fixed before the first run: differences of the loss
+# the questions about linear maps, fixed before the first run: differences of the mean loss on texts
+# with a crowd
 CONTRASTS = [
     ("diff_linear", "linear sum"),
     ("linear minus average", "linear"),
@@ -138,10 +146,10 @@ class Texts:
     key: torch.Tensor  # (B, N + QUERIES), a key
     value_or_mark: torch.Tensor  # (B, N + QUERIES), above the keys: a value, or "query"
     answer: torch.Tensor  # (B, QUERIES), the number of the right value, from 0
-    place: torch.Tensor  # (B, N), where each pair stands in the text
+    place: torch.Tensor  # (B, N), place[b, i] is where pair i stands in text b
 
     def without(self, m):
-        """The same texts without the first m pairs: nothing has positions, so nothing is missed."""
+        """The same texts without the first m pairs. There are no positions that would have a gap."""
         T = self.key.shape[1]
         shown = torch.ones_like(self.key, dtype=torch.bool)
         shown.scatter_(1, self.place[:, :m], False)
@@ -206,7 +214,7 @@ def crowds(N, arm):
 
 @dataclass(frozen=True)
 class Task:
-    """What the arms of a comparison share."""
+    """What the arms of a comparison share. The defaults are those of the linear arms."""
 
     pairs: int = 64
     tau: float | None = None  # the largest logit of a softmax map. None: no cap
@@ -215,7 +223,9 @@ class Task:
     two_tokens: bool = False  # key and value are two tokens, and each token sees the one before it
     steps: int = 8000
     crowd_in_training: bool = False
-    choose_steps: int = 2000  # the rate is chosen by runs of so many steps
+    lambda_is: str = "learned"  # or "1", or "1 in tests": learned in training, and 1 in all tests
+    # the rate is chosen by runs of so many steps. Two tasks that differ in `steps` share these runs
+    choose_steps: int = 2000
 
     def settings(self):
         """The settings that stand in the row of a run."""
@@ -229,7 +239,11 @@ def softmax_task(tau, heads=1, **more):
 
 
 class Reader(nn.Module):
-    """A GPT of model.py that reads texts of pairs. Its last block computes the queries' rows only."""
+    """A GPT of model.py that reads texts of pairs.
+
+    It has a forward of its own, because its last block computes the rows of the queries only, and
+    because model.py has neither a cap nor a sum nor the last two arms.
+    """
 
     def __init__(self, arm, task, seed):
         super().__init__()
@@ -243,7 +257,7 @@ class Reader(nn.Module):
             n_head=2 * task.heads if two_maps else task.heads,  # two of queries make one of values
             n_embd=CHANNELS,
             subln=True,
-            vocab_size=6 * task.pairs + 1,
+            vocab_size=6 * task.pairs + 1,  # 4 N keys, 2 N values, and the mark of a query
             rope_theta=0,
         )
         self.gpt = GPT(config, seed)
@@ -273,14 +287,22 @@ class Reader(nn.Module):
         x = self.gpt.blocks[depth].norm1(x)
         return shift(x) if self.task.two_tokens else x
 
-    def attention_map(self, depth, x, rows):
-        """A of the last `rows` tokens, (B, heads, rows, T), from normed_input (B, T, C)."""
+    def get_lambda(self, depth):
+        """lambda of a block, which the task may hold at 1. None where nothing is subtracted."""
+        learned = self.gpt.blocks[depth].attn.lambda_full()
+        held = self.task.lambda_is == "1"
+        if self.task.lambda_is == "1 in tests":
+            held = not self.training
+        return torch.ones_like(learned) if held else learned
+
+    def attention_map(self, depth, x, last):
+        """A of the `last` tokens of the text, (B, heads, last, T), from normed_input (B, T, C)."""
         layer = self.gpt.blocks[depth].attn
         B, T, C = x.shape
-        q = layer.q_proj(x[:, -rows:]).view(B, rows, layer.n_head, -1).transpose(1, 2)
+        q = layer.q_proj(x[:, -last:]).view(B, last, layer.n_head, -1).transpose(1, 2)
         k = layer.k_proj(x).view(B, T, layer.n_head, -1).transpose(1, 2)
         position = torch.arange(T)
-        past = position <= position[-rows:, None]  # (rows, T): a token sees itself and the past
+        past = position <= position[-last:, None]  # (last, T): a token sees itself and the past
         if self.arm.weights == "signed":
             return signed_map(q, k, past)
         if self.arm.weights == "delta":
@@ -290,31 +312,31 @@ class Reader(nn.Module):
             q = self.task.tau * math.sqrt(layer.head_dim) * F.normalize(q, dim=-1)
             k = F.normalize(k, dim=-1)
         rope_k = make_rope(position, layer.config, x.dtype)  # without positions it turns nothing
-        rope_q = make_rope(position[-rows:], layer.config, x.dtype)
-        lam = layer.lambda_full()
-        if self.arm.sum:  # rows that sum to 1, whatever lambda is
+        rope_q = make_rope(position[-last:], layer.config, x.dtype)
+        lam = self.get_lambda(depth)
+        if self.arm.sum:  # A_1 + |lambda| A_2, and rows that sum to 1
             lam = lam.abs()
             return layer.attention_map(q, k, -lam, rope_q, rope_k) / (1 + lam)
         return layer.attention_map(q, k, lam, rope_q, rope_k)
 
-    def block(self, depth, x, rows):
-        """What a block makes of its input x (B, T, C): the last `rows` tokens, (B, rows, C)."""
+    def block(self, depth, x, last):
+        """What a block makes of its input x (B, T, C): its `last` tokens, (B, last, C)."""
         block = self.gpt.blocks[depth]
         layer = block.attn
         B, T, C = x.shape
         normed = self.normed_input(depth, x)
         v = layer.v_proj(normed).view(B, T, layer.n_value_head, -1).transpose(1, 2)
-        y = self.attention_map(depth, normed, rows) @ v  # (B, heads, rows, d_v)
+        y = self.attention_map(depth, normed, last) @ v  # (B, heads, last, d_v)
         y = layer.subln(y) * (1 - layer.lambda_init)  # as in Attention.forward
-        y = y.transpose(1, 2).reshape(B, rows, C)
-        x = x[:, -rows:] + layer.out_proj(y)
+        y = y.transpose(1, 2).reshape(B, last, C)
+        x = x[:, -last:] + layer.out_proj(y)
         return x + block.mlp(block.norm2(x))
 
     def before_last(self, texts):
         """The input of the last block, (B, T, C)."""
         x = self.embed(texts)
         for depth in range(self.task.layers - 1):
-            x = self.block(depth, x, rows=x.shape[1])
+            x = self.block(depth, x, last=x.shape[1])
         return x
 
     def map_of_queries(self, texts):
@@ -359,11 +381,16 @@ def train_reader(arm, task, lr, seed, bar=None):
             bar.update()
         if (step + 1) % CURVE_EVERY == 0:
             point = dict(step=step + 1)
-            for m in (0, task.pairs // 2):
-                loss, accuracy = test_on(model, test_texts(task.pairs, m, 128))
-                point |= {f"loss {m}": loss, f"accuracy {m}": accuracy}
+            for size in (0, task.pairs // 2):
+                test_loss, accuracy = test_on(model, test_texts(task.pairs, size, 128))
+                point |= {f"loss {size}": test_loss, f"accuracy {size}": accuracy}
             curve.append(point)
     return model, curve
+
+
+def mean(numbers):
+    numbers = list(numbers)
+    return sum(numbers) / len(numbers)
 
 
 def test_generator(m):
@@ -378,9 +405,11 @@ def test_texts(pairs, m, B=TEST_TEXTS):
 
 @torch.no_grad()
 def test_on(model, texts):
-    """(loss, share of right answers) on these texts."""
+    """(loss, share of right answers) on these texts. The loss of a run that diverged is inf."""
     logits = model(texts)
     loss = F.cross_entropy(logits.flatten(0, 1), texts.answer.flatten()).item()
+    if not math.isfinite(loss):
+        loss = math.inf
     return loss, (logits.argmax(-1) == texts.answer).float().mean().item()
 
 
@@ -405,6 +434,8 @@ def train_and_test(arm, task, lr, seed, bar=None):
     """A trained Reader, and the JSON row of its run."""
     start = time.process_time()  # of this process, whatever else the machine does
     model, curve = train_reader(arm, task, lr, seed, bar)
+    lam = model.get_lambda(task.layers - 1)
+    model.eval()
     N = task.pairs
     losses = {}
     accuracy = {}
@@ -414,24 +445,23 @@ def train_and_test(arm, task, lr, seed, bar=None):
         losses[str(m)], accuracy[str(m)] = test_on(model, texts)
         _, hidden[str(m)] = test_on(model, texts.without(m))
     long = {}
-    if task.layers == 1 and not task.two_tokens:  # else their maps would not fit into memory
+    # two layers, or two tokens with the delta rule, would need T x T numbers for T beyond 4,096
+    if task.layers == 1 and not task.two_tokens:
         for m in LONG_CROWDS:
             texts = make_long_texts(torch.Generator().manual_seed(2 * 10**6 + m), 32, N, m)
             _, long[str(m)] = test_on(model, texts)
     with_crowd = [loss for m, loss in losses.items() if m != "0"]
-    lambdas = [block.attn.lambda_full() for block in model.gpt.blocks]
-    found = dict(
+    found = {"lambda": None if lam is None else lam.item()} | dict(
         accuracy=accuracy,
         accuracy_hidden=hidden,
         accuracy_long=long,
         losses=losses,
-        loss=finite(mean(with_crowd)),
+        loss=mean(with_crowd),
         largest_is_right=largest_is_right(model, test_texts(N, N // 4, 128)),
         curve=curve,
         seconds=round(time.process_time() - start, 1),
         commit=report.commit(),
     )
-    found["lambda"] = None if lambdas[-1] is None else lambdas[-1].item()  # of the last layer
     return model, dict(arm=arm, **task.settings(), lr=lr, seed=seed) | found
 
 
@@ -439,16 +469,6 @@ def run_once(arm, lr, seed, **settings):
     """The row of a run whose Task has these settings."""
     _, row = train_and_test(arm, Task(**settings), lr, seed)
     return row
-
-
-def mean(numbers):
-    numbers = list(numbers)
-    return sum(numbers) / len(numbers)
-
-
-def finite(loss):
-    """inf for a run that diverged."""
-    return loss if math.isfinite(loss) else math.inf
 
 
 # -----------------------------------------------------------------------------
@@ -466,6 +486,18 @@ SOFTMAX_EXPERIMENT = [
     ("Softmax, one head, τ = 3.5", softmax_task(3.5), SOFTMAX),
     ("Softmax, one head, no cap", softmax_task(None), SOFTMAX),
     ("Softmax, two layers, one head, τ = 2", softmax_task(2.0, layers=2), SOFTMAX),
+    ("Softmax, one head, τ = 2, λ = 1 in the tests",
+     softmax_task(2.0, lambda_is="1 in tests"), ["softmax minus average", "diff"]),
+    ("Softmax, one head, τ = 2, λ = 1",
+     softmax_task(2.0, lambda_is="1"), ["softmax minus average", "diff"]),
+    ("Softmax, one head, τ = 3.5, λ = 1 in the tests",
+     softmax_task(3.5, lambda_is="1 in tests"), ["softmax minus average", "diff"]),
+    ("Softmax, one head, τ = 3.5, λ = 1",
+     softmax_task(3.5, lambda_is="1"), ["softmax minus average", "diff"]),
+    ("Softmax, one head, no cap, λ = 1 in the tests",
+     softmax_task(None, lambda_is="1 in tests"), ["softmax minus average", "diff"]),
+    ("Softmax, one head, no cap, λ = 1",
+     softmax_task(None, lambda_is="1"), ["softmax minus average", "diff"]),
 ]
 LINEAR_EXPERIMENT = [
     ("Linear attention, 8,000 steps", Task(), LINEAR),
@@ -474,6 +506,10 @@ LINEAR_EXPERIMENT = [
     ("Linear attention, two layers, 2,000 steps", Task(layers=2, steps=2000), LINEAR[:4]),
     ("Linear attention, key and value as two tokens, 2,000 steps",
      Task(two_tokens=True, steps=2000), LINEAR[:4] + ["delta"]),
+    ("Linear attention, 8,000 steps, λ = 1 in the tests",
+     Task(lambda_is="1 in tests"), ["linear minus average", "diff_linear"]),
+    ("Linear attention, 8,000 steps, λ = 1",
+     Task(lambda_is="1"), ["linear minus average", "diff_linear"]),
     # assets/results/crowd has the other arms
     ("Trained with crowds, 2,000 steps", Task(steps=2000, crowd_in_training=True),
      ["linear minus average"]),
@@ -487,19 +523,22 @@ LINEAR_EXPERIMENT = [
 def run_arm(cache, arm, task):
     """The rows of an arm: its rate by the loss on plain texts on CHOOSE_ON, then SEEDS."""
 
-    def row(lr, seed, steps):
-        settings = task.settings() | dict(arm=arm, lr=lr, seed=seed, steps=steps)
-        found = cache.run(run_once, **settings)
+    def row(task, lr, seed):
+        found = cache.run(run_once, **task.settings(), arm=arm, lr=lr, seed=seed)
         accuracy = " ".join(f"{m}:{a:.3f}" for m, a in found["accuracy"].items())
-        print(f"  {arm}, {steps} steps, lr {lr:g}, seed {seed}: {accuracy}", flush=True)
+        print(f"  {arm}, {task.steps} steps, lr {lr:g}, seed {seed}: {accuracy}", flush=True)
         return found
 
+    choosing = replace(task, steps=task.choose_steps)
+    if task.lambda_is == "1 in tests":
+        choosing = replace(choosing, lambda_is="learned")  # the models are the same
+
     def plain_loss(lr, seed):
-        return finite(row(lr, seed, task.choose_steps)["losses"]["0"])
+        return row(choosing, lr, seed)["losses"]["0"]
 
     assert not set(CHOOSE_ON) & set(SEEDS), "a run that chooses a rate must not be reported"
     lr = best_rate(plain_loss, START_RATE, CHOOSE_ON, factor=1.5)
-    return [row(lr, seed, task.steps) for seed in SEEDS]
+    return [row(task, lr, seed) for seed in SEEDS]
 
 
 # -----------------------------------------------------------------------------
@@ -532,6 +571,7 @@ def reported(rows, task, arms):
                 by_seed[row["seed"]] = row
         if set(SEEDS) <= set(by_seed):
             found[arm] = [by_seed[seed] for seed in SEEDS]
+            assert len({row["lr"] for row in found[arm]}) == 1, f"{arm} has runs at two rates"
     return found
 
 
@@ -561,7 +601,7 @@ def summary_table(found):
         if ARMS[arm].sum:
             lambdas = [abs(lam) for lam in lambdas]  # it adds |lambda| A_2
         borders = [border(row) for row in rows]
-        first = [sum(row["largest_is_right"]) / len(row["largest_is_right"]) for row in rows]
+        first = [mean(row["largest_is_right"]) for row in rows]
         table.append({
             "arm": arm,
             "lr": rows[0]["lr"],
@@ -575,7 +615,7 @@ def summary_table(found):
 
 
 def contrast_table(found):
-    """The contrasts between the arms that are there. After 8,000 steps on 64 pairs they decide."""
+    """The contrasts between the arms that are there. Those of 64 pairs and 8,000 steps decide."""
     import pandas as pd
 
     runs = pd.DataFrame([row for rows in found.values() for row in rows])
@@ -585,7 +625,7 @@ def contrast_table(found):
         table.append({
             "contrast": f"{row['arm']} − {row['base']}",
             "difference of the loss": f"{row['difference']:+.3f}",
-            "98.3 % interval": f"{row['low']:+.3f} to {row['high']:+.3f}",
+            f"{100 * CONTRAST_LEVEL:.1f} % interval": f"{row['low']:+.3f} to {row['high']:+.3f}",
         })
     return pd.DataFrame(table)
 
@@ -595,7 +635,7 @@ def tables_of(heading, found):
     tables = {}
     contrasts = contrast_table(found)
     if len(contrasts) > 0:
-        tables[f"{heading}: the three contrasts"] = contrasts
+        tables[f"{heading}: contrasts"] = contrasts
     tables[f"{heading}: right answers, %, by the crowd m"] = accuracy_table(found)
     tables[f"{heading}: the same without the crowd's pairs"] = accuracy_table(
         found, "accuracy_hidden"
@@ -643,7 +683,7 @@ def draw_accuracy(ax, found, tau=None):
     if tau is not None:
         ax.axvline(math.exp(tau), color="black", linestyle=":")
         ax.text(math.exp(tau) + 1, 50, f"$e^{{{tau:g}}}$ = {math.exp(tau):.1f}")
-    ax.set_xlabel("pairs that agree")
+    ax.set_xlabel("pairs that share a value")
     ax.set_ylabel("right answers, %")
     ax.set_ylim(-3, 103)
 
@@ -655,8 +695,10 @@ def crowd_figure(softmax, linear):
     draw_accuracy(right, linear)
     right.set_title("linear attention")
     right.set_ylabel("")
-    # its first four arms look like those of softmax
-    figure.legend(*right.get_legend_handles_labels(), loc="outside upper center", ncols=3,
+    handles = {}  # an arm of softmax looks like its twin in linear attention
+    for ax in (left, right):
+        handles |= dict(zip(*reversed(ax.get_legend_handles_labels())))
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=3,
                   frameon=False)
     return figure
 
@@ -696,7 +738,7 @@ def law_figure(rows):
     return figure
 
 
-def rows_figure(models, pairs, m):
+def weights_figure(models, pairs, m):
     """Why: what one query takes from each value of a text, and from the same text when m agree.
 
     models: {arm or another title: a trained Reader}. A column shows the head that most often finds
@@ -759,7 +801,8 @@ def experiment(comparisons, args):
 def publish(args):
     """Writes the tables, the data and the figures of all arms that are finished.
 
-    The figure of rows needs trained models, so three are trained again. That takes a minute.
+    They are lookup.md, lookup.json, lookup.png (right answers by the crowd), law.png (the border by
+    the cap) and weights.png, for which three models are trained again in a minute.
     """
     rows = Cache(args.out / "runs.jsonl").rows
     tables = {}
@@ -777,7 +820,7 @@ def publish(args):
     softmax = reported(rows, softmax_task(2.0), SOFTMAX)
     linear = reported(rows, Task(), LINEAR)
     figure = crowd_figure(softmax, linear) if softmax and linear else None
-    command = "python -m experiments.lookup publish"
+    command = "python -m experiments.lookup publish"  # --out says nothing about the runs
     report.publish(args.out, "lookup", "The look-up", tables, rows, conditions, figure, command)
     if softmax:
         law_figure(rows).savefig(args.out / "law.png")
@@ -786,7 +829,7 @@ def publish(args):
         for arm in SHOWN:
             row = softmax[arm][0]
             models[arm], _ = train_reader(arm, softmax_task(2.0), row["lr"], row["seed"])
-        rows_figure(models, 64, 16).savefig(args.out / "rows.png")
+        weights_figure(models, 64, 16).savefig(args.out / "weights.png")
 
 
 def demo(args):
@@ -810,9 +853,9 @@ def demo(args):
     title = "A look-up among 64 pairs, when some of the others agree"
     runs = [row for rows in found.values() for row in rows]
     report.publish(args.out, "demo", title, tables, runs, conditions, figure)
-    rows_figure(models, task.pairs, 16).savefig(args.out / "demo_rows.png")
+    weights_figure(models, task.pairs, 16).savefig(args.out / "demo_weights.png")
     print(f"the picture is {args.out}/demo.png, the data {args.out}/demo.json, and "
-          f"{args.out}/demo_rows.png shows the weights behind it")
+          f"{args.out}/demo_weights.png shows the weights behind it")
 
 
 def main(argv=None):

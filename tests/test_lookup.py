@@ -202,9 +202,21 @@ def test_the_border_is_where_half_are_right():
 
 
 def test_rows_are_reported_by_seed_whatever_is_there_twice():
-    task = Task()
-    rows = [task.settings() | dict(arm="diff", seed=seed) for seed in (7, 3, 1, 6, 4, 5, 3)]
-    rows += [task.settings() | dict(arm="linear", seed=seed) for seed in (3, 4, 5, 6)]
-    found = lookup.reported(rows, task, ["diff", "linear"])
+    settings = Task().settings() | dict(lr=2e-3)
+    rows = [settings | dict(arm="diff", seed=seed) for seed in (7, 3, 1, 6, 4, 5, 3)]
+    rows += [settings | dict(arm="linear", seed=seed) for seed in (3, 4, 5, 6)]
+    found = lookup.reported(rows, Task(), ["diff", "linear"])
     assert list(found) == ["diff"]
     assert [row["seed"] for row in found["diff"]] == [3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("arm", ["softmax minus average", "diff"])
+def test_lambda_can_be_1_in_training_or_in_tests_only(arm):
+    texts = make_texts(generator(), 3, N, 8)
+    learned = reader(arm)(texts)
+    always = reader(arm, lambda_is="1")(texts)
+    model = reader(arm, lambda_is="1 in tests")
+    assert torch.equal(model(texts), learned)
+    assert torch.equal(model.eval()(texts), always)
+    assert (always - learned).abs().max() > 1e-3
+    assert model.get_lambda(0) == 1
