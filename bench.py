@@ -193,8 +193,7 @@ def loss(args):
     rates, the one with the lowest mean loss counts. It is chosen on these same runs, so its loss is
     a little too good: choose on other seeds to be strict. A run that diverged has the loss inf. An
     arm is compared to softmax with the same settings, and its name has those that differ between
-    the arms. ± is half of a 95 % interval: Student's t for
-    a mean, Welch's for a difference.
+    the arms. ± is half of a 95 % interval: Student's t for a mean, Welch's for a difference.
     """
     runs, others = read_runs(args.folders)
     chosen, rates = at_best_rates(runs)

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from model import MLP, GPTConfig, matched_width
+from model import MLP, GPTConfig, Softmax, matched_width
 
 HERE = Path(__file__).parent.parent
 README = (HERE / "README.md").read_text()
@@ -19,7 +20,8 @@ COMMANDS = re.findall(r"(?:^    |`)((?:python|torchrun) [^`#\n]*)", README, re.M
 
 def test_its_quotes_are_verbatim():
     code = (HERE / "model.py").read_text()
-    quotes = [block for block in BLOCKS if "import" not in block]
+    ours = ("import", "count = ")  # these blocks are no quotes, but code of their own
+    quotes = [block for block in BLOCKS if not any(word in block for word in ours)]
     assert len(quotes) >= 3
     for quote in quotes:
         assert quote in code, quote
@@ -44,6 +46,18 @@ def test_its_layer_runs():
     assert (names["diff"].subln.weight == 0.2).all()
     width = MLP(GPTConfig(attn="diff_v2", n_embd=768, n_head=12)).down_proj.in_features
     assert width == matched_width(768, 12) < 2048
+
+
+def test_its_average_is_that_of_model_py():
+    (block,) = [block for block in BLOCKS if "count = " in block]
+    layer = Softmax(GPTConfig(n_embd=16, n_head=2, minus_average=True, rope_theta=0), depth=0)
+    x = torch.randn(2, 10, 16)
+    v = layer.project(x)[2]
+    y = torch.randn(2, 2, 10, 8)
+    lam = torch.tensor(0.7)
+    names = dict(torch=torch, T=10, v=v, y=y, lam=lam)
+    exec(block, names)
+    torch.testing.assert_close(names["y"], y - lam * layer.average(v, layer.rope_from_0(x)))
 
 
 def test_its_arm_trains_and_samples():
