@@ -460,6 +460,7 @@ def train_and_test(arm, task, lr, seed, bar=None):
         largest_is_right=largest_is_right(model, test_texts(N, N // 4, 128)),
         curve=curve,
         seconds=round(time.process_time() - start, 1),
+        machine=train.device_name(torch.device("cpu")),
         commit=report.commit(),
     )
     return model, dict(arm=arm, **task.settings(), lr=lr, seed=seed) | found
@@ -567,7 +568,7 @@ def reported(rows, task, arms):
         wanted = task.settings() | dict(arm=arm)
         by_seed = {}
         for row in rows:
-            if all(row[name] == value for name, value in wanted.items()):
+            if all(row.get(name) == value for name, value in wanted.items()):
                 by_seed[row["seed"]] = row
         if set(SEEDS) <= set(by_seed):
             found[arm] = [by_seed[seed] for seed in SEEDS]
