@@ -669,18 +669,22 @@ LOOKS = {
 }
 
 
+def draw_curve(ax, rows, what, label, color, line):
+    """The per cent of right answers of one arm: thin for a seed, thick for the mean."""
+    sizes = [int(m) for m in rows[0][what]]
+    curves = []
+    for row in rows:
+        curve = [100 * accuracy for accuracy in row[what].values()]
+        curves.append(curve)
+        ax.plot(sizes, curve, color=color, linewidth=0.8, alpha=0.5)
+    middle = [mean(column) for column in zip(*curves)]
+    ax.plot(sizes, middle, line, color=color, linewidth=2.5, label=label)
+
+
 def draw_accuracy(ax, found, tau=None):
-    """Right answers by the size of the crowd: a thin line for a seed, a thick one for the mean."""
+    """Right answers by the size of the crowd, a curve for each arm."""
     for arm, rows in found.items():
-        name, color, line = LOOKS[arm]
-        sizes = [int(m) for m in rows[0]["accuracy"]]
-        curves = []
-        for row in rows:
-            curve = [100 * accuracy for accuracy in row["accuracy"].values()]
-            curves.append(curve)
-            ax.plot(sizes, curve, color=color, linewidth=0.8, alpha=0.5)
-        middle = [mean(column) for column in zip(*curves)]
-        ax.plot(sizes, middle, line, color=color, linewidth=2.5, label=name)
+        draw_curve(ax, rows, "accuracy", *LOOKS[arm])
     if tau is not None:
         ax.axvline(math.exp(tau), color="black", linestyle=":")
         ax.text(math.exp(tau) + 1, 50, f"$e^{{{tau:g}}}$ = {math.exp(tau):.1f}")
@@ -736,6 +740,32 @@ def law_figure(rows):
     ax.set_ylabel("half are right at")
     ax.set_ylim(0, 60)
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+    return figure
+
+
+def long_figure(rows):
+    """Right answers in texts longer than those of the training, with the learned lambda and with 1."""
+    figure, axes = report.new_figure(columns=3, width=9, height=6, sharey=True)
+    panels = [
+        ("softmax, τ = 2", softmax_task(2.0), ["softmax", "softmax minus average", "diff"]),
+        ("softmax, no cap", softmax_task(None), ["softmax", "softmax minus average", "diff"]),
+        ("linear", Task(), ["linear", "linear minus average", "diff_linear"]),
+    ]
+    for ax, (title, task, arms) in zip(axes, panels):
+        ax.set_title(title)
+        for arm, runs in reported(rows, task, arms).items():
+            name, color, _ = LOOKS[arm]
+            draw_curve(ax, runs, "accuracy_long", name, color, "-" if arm == arms[0] else ":")
+        for arm, runs in reported(rows, replace(task, lambda_is="1 in tests"), arms).items():
+            name, color, _ = LOOKS[arm]
+            draw_curve(ax, runs, "accuracy_long", f"{name}, λ = 1", color, "-")
+        ax.set_xscale("log", base=2)
+        ax.set_xticks([64, 512, 4096], ["64", "512", "4,096"])
+    axes[0].set_ylabel("right answers, %")
+    axes[0].set_ylim(-3, 103)
+    axes[1].set_xlabel("agreeing pairs, added to the 64")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2,
+                  frameon=False)
     return figure
 
 
@@ -803,7 +833,7 @@ def publish(args):
     """Writes the tables, the data and the figures of all arms that are finished.
 
     They are lookup.md, lookup.json, lookup.png (right answers by the crowd), law.png (the border by
-    the cap) and weights.png, for which three models are trained again in a minute.
+    the cap), long.png (longer texts) and weights.png, for which three models are trained again.
     """
     rows = Cache(args.out / "runs.jsonl").rows
     tables = {}
@@ -825,6 +855,7 @@ def publish(args):
     report.publish(args.out, "lookup", "The look-up", tables, rows, conditions, figure, command)
     if softmax:
         law_figure(rows).savefig(args.out / "law.png")
+        long_figure(rows).savefig(args.out / "long.png")
     if set(SHOWN) <= set(softmax):
         models = {}
         for arm in SHOWN:
