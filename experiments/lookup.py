@@ -31,7 +31,8 @@ has the weight m c together, so it outvotes the right one from m = r / c on. If 
 softmax map is tau, and those of wrong pairs are 0, then r / c = e^tau. (A cap of tau allows logits
 down to -tau, but many wrong keys can't all point away from one query.) A minus that takes u away
 from every pair moves this border to (r - u) / (c - u), and from u = c on no crowd outvotes. For the
-average, u is lambda over the number of tokens. A second map may take less from the right pair.
+average, u is lambda over the number of tokens. A second map may take less from the right pair. In a
+few comparisons lambda is held at 1.
 
 Words for the tests. Accuracy is "hidden" if the crowd's pairs are left out of the text: it shows
 whether the model is right once they are gone. "Long" texts have m agreeing pairs beside N others, so
