@@ -224,7 +224,9 @@ class Task:
     two_tokens: bool = False  # key and value are two tokens, and each token sees the one before it
     steps: int = 8000
     crowd_in_training: bool = False
-    lambda_is: str = "learned"  # or "1", or "1 in tests": learned in training, and 1 in all tests
+    # or "1", or "1 in tests": then it is learned in training, and an arm of one map is trained as it
+    # is, and reads the tests minus the average
+    lambda_is: str = "learned"
     # the rate is chosen by runs of so many steps. Two tasks that differ in `steps` share these runs
     choose_steps: int = 2000
 
@@ -251,9 +253,10 @@ class Reader(nn.Module):
         self.arm = ARMS[arm]
         self.task = task
         two_maps = self.arm.attn in ("diff", "diff_linear")
+        self.learns_lambda = two_maps or self.arm.minus_average
         config = GPTConfig(
             attn=self.arm.attn,
-            minus_average=self.arm.minus_average,
+            minus_average=not two_maps and (self.arm.minus_average or task.lambda_is != "learned"),
             n_layer=task.layers,
             n_head=2 * task.heads if two_maps else task.heads,  # two of queries make one of values
             n_embd=CHANNELS,
@@ -291,10 +294,12 @@ class Reader(nn.Module):
     def get_lambda(self, depth):
         """lambda of a block, which the task may hold at 1. None where nothing is subtracted."""
         learned = self.gpt.blocks[depth].attn.lambda_full()
-        held = self.task.lambda_is == "1"
-        if self.task.lambda_is == "1 in tests":
-            held = not self.training
-        return torch.ones_like(learned) if held else learned
+        if learned is None:
+            return None
+        in_tests = self.task.lambda_is == "1 in tests" and not self.training
+        if self.task.lambda_is == "1" or in_tests:
+            return torch.ones_like(learned)
+        return learned if self.learns_lambda else torch.zeros_like(learned)
 
     def attention_map(self, depth, x, last):
         """A of the `last` tokens of the text, (B, heads, last, T), from normed_input (B, T, C)."""
@@ -489,15 +494,15 @@ SOFTMAX_EXPERIMENT = [
     ("Softmax, one head, no cap", softmax_task(None), SOFTMAX),
     ("Softmax, two layers, one head, τ = 2", softmax_task(2.0, layers=2), SOFTMAX),
     ("Softmax, one head, τ = 2, λ = 1 in the tests",
-     softmax_task(2.0, lambda_is="1 in tests"), ["softmax minus average", "diff"]),
+     softmax_task(2.0, lambda_is="1 in tests"), ["softmax", "softmax minus average", "diff"]),
     ("Softmax, one head, τ = 2, λ = 1",
      softmax_task(2.0, lambda_is="1"), ["softmax minus average", "diff"]),
     ("Softmax, one head, τ = 3.5, λ = 1 in the tests",
-     softmax_task(3.5, lambda_is="1 in tests"), ["softmax minus average", "diff"]),
+     softmax_task(3.5, lambda_is="1 in tests"), ["softmax", "softmax minus average", "diff"]),
     ("Softmax, one head, τ = 3.5, λ = 1",
      softmax_task(3.5, lambda_is="1"), ["softmax minus average", "diff"]),
     ("Softmax, one head, no cap, λ = 1 in the tests",
-     softmax_task(None, lambda_is="1 in tests"), ["softmax minus average", "diff"]),
+     softmax_task(None, lambda_is="1 in tests"), ["softmax", "softmax minus average", "diff"]),
     ("Softmax, one head, no cap, λ = 1",
      softmax_task(None, lambda_is="1"), ["softmax minus average", "diff"]),
 ]
@@ -509,7 +514,7 @@ LINEAR_EXPERIMENT = [
     ("Linear attention, key and value as two tokens, 2,000 steps",
      Task(two_tokens=True, steps=2000), LINEAR[:4] + ["delta"]),
     ("Linear attention, 8,000 steps, λ = 1 in the tests",
-     Task(lambda_is="1 in tests"), ["linear minus average", "diff_linear"]),
+     Task(lambda_is="1 in tests"), ["linear", "linear minus average", "diff_linear"]),
     ("Linear attention, 8,000 steps, λ = 1",
      Task(lambda_is="1"), ["linear minus average", "diff_linear"]),
     # assets/results/crowd has the other arms

@@ -220,3 +220,13 @@ def test_lambda_can_be_1_in_training_or_in_tests_only(arm):
     assert torch.equal(model.eval()(texts), always)
     assert (always - learned).abs().max() > 1e-3
     assert model.get_lambda(0) == 1
+
+
+def test_a_plain_map_is_trained_as_it_is_and_read_minus_the_average():
+    texts = make_texts(generator(), 3, N, 8)
+    model = reader("softmax", lambda_is="1 in tests")
+    assert torch.equal(model(texts), reader("softmax")(texts))
+    model(texts).sum().backward()
+    assert model.gpt.blocks[0].attn.lambda_average.grad is None
+    minus = reader("softmax minus average", lambda_is="1")
+    assert torch.equal(model.eval()(texts), minus(texts))
