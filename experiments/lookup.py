@@ -17,8 +17,8 @@ others whose weights can be negative.
 The task. A text is N pairs and then 8 queries. A pair is one token: the embedding of its key plus
 that of its value. A query is a key's embedding plus one that says "query", and the answer is the
 key's value. There are 4 N keys and 2 N values, and no positions. The model is one block of model.py
-with 64 channels. (Some comparisons have two blocks, or two tokens for a pair, the key and then the
-value.) Some texts have a crowd: m of the pairs share one value. The queries ask for pairs outside
+with 64 channels. (One comparison has two tokens for a pair, the key and then the value.) Some texts
+have a crowd: m of the pairs share one value. The queries ask for pairs outside
 the crowd, and all of these have different values.
 
 We train on plain texts, whose values are all different, and test on texts with a crowd. So the
@@ -220,7 +220,6 @@ class Task:
     pairs: int = 64
     tau: float | None = None  # the largest logit of a softmax map. None: no cap
     heads: int = 2
-    layers: int = 1
     two_tokens: bool = False  # key and value are two tokens, and each token sees the one before it
     steps: int = 8000
     crowd_in_training: bool = False
@@ -242,10 +241,10 @@ def softmax_task(tau, heads=1, **more):
 
 
 class Reader(nn.Module):
-    """A GPT of model.py that reads texts of pairs.
+    """One block of model.py that reads texts of pairs.
 
-    It has a forward of its own, because its last block computes the rows of the queries only, and
-    because model.py has neither a cap nor a sum nor the last two arms.
+    It has a forward of its own, because it computes the rows of the queries only, and because
+    model.py has neither a cap nor a sum nor the last two arms.
     """
 
     def __init__(self, arm, task, seed):
@@ -257,7 +256,7 @@ class Reader(nn.Module):
         config = GPTConfig(
             attn=self.arm.attn,
             minus_average=not two_maps and (self.arm.minus_average or task.lambda_is != "learned"),
-            n_layer=task.layers,
+            n_layer=1,
             n_head=2 * task.heads if two_maps else task.heads,  # two of queries make one of values
             n_embd=CHANNELS,
             subln=True,
@@ -265,15 +264,13 @@ class Reader(nn.Module):
             rope_theta=0,
         )
         self.gpt = GPT(config, seed)
-        self.betas = nn.ModuleList()
+        self.block = self.gpt.blocks[0]
+        self.layer = self.block.attn
         if self.arm.weights == "delta":
-            # how much of its value a token writes: the parameters that model.py doesn't have
+            # how much of its value a token writes: the one parameter that model.py doesn't have
+            self.beta = nn.Linear(CHANNELS, task.heads, bias=False)
             generator = torch.Generator().manual_seed(seed)
-            for _ in range(task.layers):
-                beta = nn.Linear(CHANNELS, task.heads, bias=False)
-                std = 1 / math.sqrt(3 * CHANNELS)
-                nn.init.normal_(beta.weight, std=std, generator=generator)
-                self.betas.append(beta)
+            nn.init.normal_(self.beta.weight, std=1 / math.sqrt(3 * CHANNELS), generator=generator)
 
     def embed(self, texts):
         """The tokens, (B, T, C): one of them for each pair, or two, and one for each query."""
@@ -286,14 +283,14 @@ class Reader(nn.Module):
         queries = key[:, N:] + value_or_mark[:, N:]
         return torch.cat((pairs, queries), dim=1)
 
-    def normed_input(self, depth, x):
-        """What the attention of a block reads, (B, T, C)."""
-        x = self.gpt.blocks[depth].norm1(x)
+    def normed_input(self, x):
+        """What the attention reads, (B, T, C)."""
+        x = self.block.norm1(x)
         return shift(x) if self.task.two_tokens else x
 
-    def get_lambda(self, depth):
-        """lambda of a block, which the task may hold at 1. None where nothing is subtracted."""
-        learned = self.gpt.blocks[depth].attn.lambda_full()
+    def get_lambda(self):
+        """lambda, which the task may hold at 1. None where nothing is subtracted."""
+        learned = self.layer.lambda_full()
         if learned is None:
             return None
         in_tests = self.task.lambda_is == "1 in tests" and not self.training
@@ -301,59 +298,42 @@ class Reader(nn.Module):
             return torch.ones_like(learned)
         return learned if self.learns_lambda else torch.zeros_like(learned)
 
-    def attention_map(self, depth, x, last):
-        """A of the `last` tokens of the text, (B, heads, last, T), from normed_input (B, T, C)."""
-        layer = self.gpt.blocks[depth].attn
+    def attention_map(self, x):
+        """A of the queries, (B, heads, QUERIES, T), from normed_input (B, T, C)."""
+        layer = self.layer
         B, T, C = x.shape
-        q = layer.q_proj(x[:, -last:]).view(B, last, layer.n_head, -1).transpose(1, 2)
+        q = layer.q_proj(x[:, -QUERIES:]).view(B, QUERIES, layer.n_head, -1).transpose(1, 2)
         k = layer.k_proj(x).view(B, T, layer.n_head, -1).transpose(1, 2)
         position = torch.arange(T)
-        past = position <= position[-last:, None]  # (last, T): a token sees itself and the past
+        past = position <= position[-QUERIES:, None]  # (QUERIES, T): itself and what is before it
         if self.arm.weights == "signed":
             return signed_map(q, k, past)
         if self.arm.weights == "delta":
-            beta = torch.sigmoid(self.betas[depth](x)).transpose(1, 2)  # (B, H, T)
+            beta = torch.sigmoid(self.beta(x)).transpose(1, 2)  # (B, H, T)
             return delta_map(q, k, past, beta)
         if self.task.tau is not None:  # queries and keys of one length, and a largest logit of tau
             q = self.task.tau * math.sqrt(layer.head_dim) * F.normalize(q, dim=-1)
             k = F.normalize(k, dim=-1)
         rope_k = make_rope(position, layer.config, x.dtype)  # without positions it turns nothing
-        rope_q = make_rope(position[-last:], layer.config, x.dtype)
-        lam = self.get_lambda(depth)
+        rope_q = make_rope(position[-QUERIES:], layer.config, x.dtype)
+        lam = self.get_lambda()
         if self.arm.sum:  # A_1 + |lambda| A_2, and rows that sum to 1
             lam = lam.abs()
             return layer.attention_map(q, k, -lam, rope_q, rope_k) / (1 + lam)
         return layer.attention_map(q, k, lam, rope_q, rope_k)
 
-    def block(self, depth, x, last):
-        """What a block makes of its input x (B, T, C): its `last` tokens, (B, last, C)."""
-        block = self.gpt.blocks[depth]
-        layer = block.attn
-        B, T, C = x.shape
-        normed = self.normed_input(depth, x)
-        v = layer.v_proj(normed).view(B, T, layer.n_value_head, -1).transpose(1, 2)
-        y = self.attention_map(depth, normed, last) @ v  # (B, heads, last, d_v)
-        y = layer.subln(y) * (1 - layer.lambda_init)  # as in Attention.forward
-        y = y.transpose(1, 2).reshape(B, last, C)
-        x = x[:, -last:] + layer.out_proj(y)
-        return x + block.mlp(block.norm2(x))
-
-    def before_last(self, texts):
-        """The input of the last block, (B, T, C)."""
-        x = self.embed(texts)
-        for depth in range(self.task.layers - 1):
-            x = self.block(depth, x, last=x.shape[1])
-        return x
-
-    def map_of_queries(self, texts):
-        """A of the queries in the last block, (B, heads, QUERIES, T)."""
-        depth = self.task.layers - 1
-        x = self.normed_input(depth, self.before_last(texts))
-        return self.attention_map(depth, x, QUERIES)
-
     def forward(self, texts):
         """The logits of the values at the queries, (B, QUERIES, 2 N)."""
-        x = self.block(self.task.layers - 1, self.before_last(texts), QUERIES)
+        layer = self.layer
+        x = self.embed(texts)
+        B, T, C = x.shape
+        normed = self.normed_input(x)
+        v = layer.v_proj(normed).view(B, T, layer.n_value_head, -1).transpose(1, 2)
+        y = self.attention_map(normed) @ v  # (B, heads, QUERIES, d_v)
+        y = layer.subln(y) * (1 - layer.lambda_init)  # as in Attention.forward
+        y = y.transpose(1, 2).reshape(B, QUERIES, C)
+        x = x[:, -QUERIES:] + layer.out_proj(y)
+        x = x + self.block.mlp(self.block.norm2(x))
         # the embedding is also the output layer, as in the GPT, but only values can be answers
         N = self.task.pairs
         return self.gpt.norm(x) @ self.gpt.wte.weight[4 * N : 6 * N].T
@@ -422,7 +402,7 @@ def test_on(model, texts):
 @torch.no_grad()
 def weights_of_pairs(model, texts):
     """What each query takes from each pair, (B, heads, QUERIES, N), in the order of drawing."""
-    A = model.map_of_queries(texts)  # (B, heads, QUERIES, T)
+    A = model.attention_map(model.normed_input(model.embed(texts)))  # (B, heads, QUERIES, T)
     place = texts.place
     if model.task.two_tokens:
         place = 2 * place + 1  # that of the value, which sees the key
@@ -440,7 +420,7 @@ def train_and_test(arm, task, lr, seed, bar=None):
     """A trained Reader, and the JSON row of its run."""
     start = time.process_time()  # of this process, whatever else the machine does
     model, curve = train_reader(arm, task, lr, seed, bar)
-    lam = model.get_lambda(task.layers - 1)
+    lam = model.get_lambda()
     model.eval()
     N = task.pairs
     losses = {}
@@ -451,8 +431,7 @@ def train_and_test(arm, task, lr, seed, bar=None):
         losses[str(m)], accuracy[str(m)] = test_on(model, texts)
         _, hidden[str(m)] = test_on(model, texts.without(m))
     long = {}
-    # two layers, or two tokens with the delta rule, would need T x T numbers for T beyond 4,096
-    if task.layers == 1 and not task.two_tokens:
+    if not task.two_tokens:  # the T x T numbers of the delta rule would not fit into memory
         for m in LONG_CROWDS:
             texts = make_long_texts(torch.Generator().manual_seed(2 * 10**6 + m), 32, N, m)
             _, long[str(m)] = test_on(model, texts)
@@ -492,7 +471,6 @@ SOFTMAX_EXPERIMENT = [
     ("Softmax, one head, τ = 3", softmax_task(3.0), SOFTMAX),
     ("Softmax, one head, τ = 3.5", softmax_task(3.5), SOFTMAX),
     ("Softmax, one head, no cap", softmax_task(None), SOFTMAX),
-    ("Softmax, two layers, one head, τ = 2", softmax_task(2.0, layers=2), SOFTMAX),
     ("Softmax, one head, τ = 2, λ = 1 in the tests",
      softmax_task(2.0, lambda_is="1 in tests"), ["softmax", "softmax minus average", "diff"]),
     ("Softmax, one head, τ = 2, λ = 1",
@@ -510,7 +488,6 @@ LINEAR_EXPERIMENT = [
     ("Linear attention, 8,000 steps", Task(), LINEAR),
     ("Linear attention, 2,000 steps", Task(steps=2000), LINEAR),
     ("Linear attention, 128 pairs, 8,000 steps", Task(pairs=128), LINEAR),
-    ("Linear attention, two layers, 2,000 steps", Task(layers=2, steps=2000), LINEAR[:4]),
     ("Linear attention, key and value as two tokens, 2,000 steps",
      Task(two_tokens=True, steps=2000), LINEAR[:4] + ["delta"]),
     ("Linear attention, 8,000 steps, λ = 1 in the tests",

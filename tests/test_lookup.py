@@ -30,8 +30,7 @@ def reader(arm, **settings):
     model = Reader(arm, Task(pairs=N, **settings), seed=1)
     with torch.no_grad():
         model.gpt.wte.weight.mul_(3)  # so that the maps are not flat
-        for block in model.gpt.blocks:
-            block.attn.q_proj.weight.mul_(3)
+        model.layer.q_proj.weight.mul_(3)
     return model
 
 
@@ -63,14 +62,12 @@ def test_a_long_crowd_shares_no_key_and_no_value_with_the_others():
         assert len(set(keys[200:])) == N
 
 
-@pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("arm", [arm for arm in ARMS if not ARMS[arm].weights])
-def test_the_rows_of_the_queries_are_those_of_model_py(arm, layers):
-    model = reader(arm, layers=layers)
-    texts = make_texts(generator(), 3, N, 8)
-    A = model.map_of_queries(texts)
-    layer = model.gpt.blocks[-1].attn
-    x = model.normed_input(layers - 1, model.before_last(texts))
+def test_the_rows_of_the_queries_are_those_of_model_py(arm):
+    model = reader(arm)
+    layer = model.layer
+    x = model.normed_input(model.embed(make_texts(generator(), 3, N, 8)))
+    A = model.attention_map(x)
     if ARMS[arm].sum:
         q, k, _, lam = layer.project(x)
         rope = layer.rope_from_0(x)
@@ -84,13 +81,13 @@ def test_the_rows_of_the_queries_are_those_of_model_py(arm, layers):
 
 
 @pytest.mark.parametrize("arm", ["softmax", "diff", "linear", "diff_linear"])
-def test_a_block_is_that_of_model_py(arm):
-    model = reader(arm, layers=2)
+def test_the_logits_are_those_of_a_block_of_model_py(arm):
+    model = reader(arm)
     texts = make_texts(generator(), 3, N, 8)
     x = model.embed(texts)
-    rope = model.gpt.blocks[0].attn.rope_from_0(x)
-    expected = model.gpt.blocks[0](x, rope)
-    torch.testing.assert_close(model.before_last(texts), expected, rtol=0, atol=1e-5)
+    y = model.gpt.norm(model.block(x, model.layer.rope_from_0(x)))[:, -QUERIES:]
+    logits = y @ model.gpt.wte.weight[4 * N : 6 * N].T
+    torch.testing.assert_close(model(texts), logits, rtol=0, atol=1e-5)
 
 
 def test_of_two_tokens_the_value_sees_its_key():
@@ -98,13 +95,13 @@ def test_of_two_tokens_the_value_sees_its_key():
     texts = make_texts(generator(), 3, N, 0)
     x = model.embed(texts)
     assert x.shape == (3, 2 * N + QUERIES, 64)
-    seen = model.normed_input(0, x)
-    keys = model.gpt.blocks[0].norm1(model.gpt.wte(texts.key[:, :N]))
-    values = model.gpt.blocks[0].norm1(model.gpt.wte(texts.value_or_mark[:, :N]))
+    seen = model.normed_input(x)
+    keys = model.block.norm1(model.gpt.wte(texts.key[:, :N]))
+    values = model.block.norm1(model.gpt.wte(texts.value_or_mark[:, :N]))
     assert torch.equal(seen[:, 1 : 2 * N : 2, 32:], keys[..., 32:])
     assert torch.equal(seen[:, 1 : 2 * N : 2, :32], values[..., :32])
     # and the weight of a pair is that of its value's token
-    A = model.map_of_queries(texts)
+    A = model.attention_map(seen)
     weights = weights_of_pairs(model, texts)
     where = texts.place[1, 5]
     assert torch.equal(weights[1, :, :, 5], A[1, :, :, 2 * where + 1])
@@ -129,7 +126,8 @@ def test_the_delta_rule_as_a_map_is_its_recurrence():
 def test_the_largest_logit_is_tau(tau):
     """So a weight is at most e^(2 tau) times another one, and with wrong logits of 0 e^tau."""
     model = reader("softmax", tau=tau, heads=1)
-    A = model.map_of_queries(make_texts(generator(), 20, N, 0))[..., :N]
+    A = model.attention_map(model.normed_input(model.embed(make_texts(generator(), 20, N, 0))))
+    A = A[..., :N]
     ratio = A.amax(-1) / A.amin(-1)
     assert 2 < ratio.max() <= math.exp(2 * tau) * 1.001
 
@@ -219,7 +217,7 @@ def test_lambda_can_be_1_in_training_or_in_tests_only(arm):
     assert torch.equal(model(texts), learned)
     assert torch.equal(model.eval()(texts), always)
     assert (always - learned).abs().max() > 1e-3
-    assert model.get_lambda(0) == 1
+    assert model.get_lambda() == 1
 
 
 def test_a_plain_map_is_trained_as_it_is_and_read_minus_the_average():
@@ -227,6 +225,6 @@ def test_a_plain_map_is_trained_as_it_is_and_read_minus_the_average():
     model = reader("softmax", lambda_is="1 in tests")
     assert torch.equal(model(texts), reader("softmax")(texts))
     model(texts).sum().backward()
-    assert model.gpt.blocks[0].attn.lambda_average.grad is None
+    assert model.layer.lambda_average.grad is None
     minus = reader("softmax minus average", lambda_is="1")
     assert torch.equal(model.eval()(texts), minus(texts))
