@@ -738,7 +738,7 @@ def long_figure(rows):
         ax.set_title(title)
         for arm, runs in reported(rows, task, arms).items():
             name, color, _ = LOOKS[arm]
-            draw_curve(ax, runs, "accuracy_long", name, color, "-" if arm == arms[0] else ":")
+            draw_curve(ax, runs, "accuracy_long", name, color, ":")
         for arm, runs in reported(rows, replace(task, lambda_is="1 in tests"), arms).items():
             name, color, _ = LOOKS[arm]
             draw_curve(ax, runs, "accuracy_long", f"{name}, λ = 1", color, "-")
