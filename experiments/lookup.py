@@ -489,11 +489,10 @@ LINEAR_EXPERIMENT = [
     ("Linear attention, 2,000 steps", Task(steps=2000), LINEAR),
     ("Linear attention, 128 pairs, 8,000 steps", Task(pairs=128), LINEAR),
     ("Linear attention, key and value as two tokens, 2,000 steps",
-     Task(two_tokens=True, steps=2000), LINEAR[:4] + ["delta"]),
+     Task(two_tokens=True, steps=2000), LINEAR[:4]),
     ("Linear attention, 8,000 steps, λ = 1 in the tests",
      Task(lambda_is="1 in tests"), ["linear", "linear minus average", "diff_linear"]),
-    ("Linear attention, 8,000 steps, λ = 1",
-     Task(lambda_is="1"), ["linear minus average", "diff_linear"]),
+    ("Linear attention, 8,000 steps, λ = 1", Task(lambda_is="1"), ["linear minus average"]),
     # assets/results/crowd has the other arms
     ("Trained with crowds, 2,000 steps", Task(steps=2000, crowd_in_training=True),
      ["linear minus average"]),
