@@ -828,7 +828,8 @@ def publish(args):
                          "to publish")
     conditions = {
         "seeds": f"rates chosen on {CHOOSE_ON}, these are {SEEDS}, side by side in a cell",
-        "precision": "float32, one thread",
+        "precision": "float32",
+        "machine": "; ".join(sorted({row["machine"] for row in rows})),
     }
     softmax = reported(rows, softmax_task(2.0), SOFTMAX)
     linear = reported(rows, Task(), LINEAR)
