@@ -18,8 +18,8 @@ The task. A text is N pairs and then 8 queries. A pair is one token: the embeddi
 that of its value. A query is a key's embedding plus one that says "query", and the answer is the
 key's value. There are 4 N keys and 2 N values, and no positions. The model is one block of model.py
 with 64 channels. (One comparison has two tokens for a pair, the key and then the value.) Some texts
-have a crowd: m of the pairs share one value. The queries ask for pairs outside
-the crowd, and all of these have different values.
+have a crowd: m of the pairs share one value. The queries ask for pairs outside the crowd, and all
+of these have different values.
 
 We train on plain texts, whose values are all different, and test on texts with a crowd. So the
 crowd can't teach the model anything: we see what other pairs do to a model that can find a pair.
@@ -488,6 +488,7 @@ LINEAR_EXPERIMENT = [
     ("Linear attention, 8,000 steps", Task(), LINEAR),
     ("Linear attention, 2,000 steps", Task(steps=2000), LINEAR),
     ("Linear attention, 128 pairs, 8,000 steps", Task(pairs=128), LINEAR),
+    ("Linear attention, 128 pairs, 2,000 steps", Task(pairs=128, steps=2000), LINEAR),
     ("Linear attention, key and value as two tokens, 2,000 steps",
      Task(two_tokens=True, steps=2000), LINEAR[:4]),
     ("Linear attention, 128 pairs, 8,000 steps, λ = 1 in the tests",
