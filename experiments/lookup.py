@@ -835,7 +835,7 @@ def publish(args):
     conditions = {
         "seeds": f"rates chosen on {CHOOSE_ON}, these are {SEEDS}, side by side in a cell",
         "precision": "float32",
-        "machine": "; ".join(sorted({row["machine"] for row in rows})),
+        "machine": "; ".join(sorted({row["machine"] for row in rows if "machine" in row})),
     }
     softmax = reported(rows, softmax_task(2.0), SOFTMAX)
     linear = reported(rows, Task(), LINEAR)
