@@ -6,7 +6,7 @@ tokens as uint16: the format of llm.c and modded-nanogpt, so that their shards t
 there. Each document starts with <|endoftext|>. Our shards end with a whole document, theirs may end
 within one.
 """
-import argparse
+import codecs
 import hashlib
 import json
 import os
@@ -16,45 +16,42 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
+from common import UserError
+
 MAGIC = 20240520
 VERSION = 1
 HEADER = 256  # int32, so 1,024 bytes
 SHARDS = Path("data/fineweb_edu")
 EOT = "<|endoftext|>"
-
-
-def count(text):
-    """The whole number of a flag, 0 or more, which may be written like 1e9. A type for argparse."""
-    try:
-        number = int(text)  # keeps all digits of a long seed. A float would round it
-    except ValueError:
-        number = float(text) if re.fullmatch(r"\d+(\.\d*)?(e\+?\d+)?", text) else -1
-    if not text.strip().isascii() or "_" in text:
-        number = -1
-    if number < 0 or number == float("inf") or number != int(number):
-        right = "a whole number from 0 on, like 12 or 1e9"
-        raise argparse.ArgumentTypeError(f"{text!r} is not {right}")
-    return int(number)
+PIECE = 2**20  # bytes of a text file that are read at a time
 
 
 def get_tokenizer(name):
-    """tiktoken's gpt2 (50,257 tokens), or bytes: the 256 bytes and <|endoftext|>, no download."""
+    """tiktoken's gpt2 (50,257 tokens), or bytes: the 256 bytes and <|endoftext|>, no download.
+
+    The checkpoint of a pretrained model brings its own, a dict: the pattern that cuts a text into
+    pieces, the tokens {text: id}, where a letter stands for the byte of that number, and the
+    special_tokens {text: id}.
+    """
+    if isinstance(name, dict):
+        return tiktoken.Encoding(
+            "own",
+            pat_str=name["pattern"],
+            mergeable_ranks={token.encode("latin-1"): i for token, i in name["tokens"].items()},
+            special_tokens=name["special_tokens"],
+        )
     if name == "bytes":
-        pattern = r"(?s:.)"
         ranks = {bytes([byte]): byte for byte in range(256)}
-    elif name == "gpt2":
-        # tiktoken's own expression is slow: one of its alternatives, `\s+(?!\S)`, looks ahead, and
-        # so its engine backtracks through all of them. Here the alternatives without look-ahead
-        # stand in a group of their own, which the engine runs as an automaton. So we need two
-        # thirds of tiktoken's time, which saves hours where there are ten billion tokens. The
-        # tokens are the same: there is a test
-        words = r"(?:'(?:[sdmt]|ll|ve|re)| ?(?:\p{L}+|\p{N}+|[^\s\p{L}\p{N}]+))"
-        pattern = words + r"|\s++$|\s+(?!\S)|\s"
-        ranks = tiktoken.get_encoding("gpt2")._mergeable_ranks
-    else:
-        raise ValueError(f"the tokenizer must be gpt2 or bytes, not {name!r}")
-    special = {EOT: len(ranks)}  # after all others
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        special = {EOT: 256}
+        return tiktoken.Encoding(
+            name, pat_str=r"(?s:.)", mergeable_ranks=ranks, special_tokens=special
+        )
+    if name != "gpt2":
+        raise UserError(f"the tokenizer must be gpt2 or bytes, not {name!r}")
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except OSError as e:  # where there is no network
+        raise UserError(f"the vocabulary of gpt2 can't be fetched: {e}") from e
 
 
 class Shards:
@@ -101,33 +98,57 @@ class Shards:
 
 
 def read_shard(path):
-    """The tokens of one shard, mapped into memory. ValueError if the file is no shard or is cut."""
+    """The tokens of one shard, mapped into memory. UserError if the file is no shard or is cut."""
+    check_file(path)
     header = np.fromfile(path, "<i4", HEADER)
     if len(header) < HEADER or header[0] != MAGIC or header[1] != VERSION:
-        header = f"magic {MAGIC}, version {VERSION}, 256 int32"
-        raise ValueError(f"{path} is not a token shard ({header})")
+        raise UserError(f"{path} is not a token shard (magic {MAGIC}, version {VERSION})")
     tokens = int(header[2])
     if os.path.getsize(path) != 4 * HEADER + 2 * tokens:
-        raise ValueError(f"{path} is cut or damaged: its header says {tokens:,} tokens")
+        raise UserError(f"{path} is cut or damaged: its header says {tokens:,} tokens")
     return np.memmap(path, "<u2", "r", offset=4 * HEADER, shape=(tokens,))  # nothing is read yet
 
 
+def check_file(path):
+    """UserError if there is no file, or one without an end: a pipe, /dev/zero."""
+    if not os.path.isfile(path):
+        raise UserError(f"{path}: no such file, or not a regular one")
+
+
 def read_manifest(folder):
-    """What prepare_fineweb.py noted of a folder of shards. None where it has not been."""
+    """What prepare_fineweb.py noted of a folder of shards. None where it has not been.
+
+    settings: its flags; files: of the source; shards: {name: tokens}; next: up to which file and
+    row of the source they go; finished.
+    """
     path = Path(folder) / "manifest.json"
     if not path.exists():
         return None
     try:
-        return json.loads(path.read_text())
+        manifest = json.loads(path.read_bytes())
     except ValueError as e:
-        raise ValueError(f"{path} is damaged: {e}") from None
+        raise UserError(f"{path} is damaged: {e}") from None
+    if not isinstance(manifest, dict) or not {"settings", "shards", "finished"} <= manifest.keys():
+        raise UserError(f"{path} is not by prepare_fineweb.py. Shards do without: move it away")
+    return manifest
+
+
+def check_shards(folder, manifest):
+    """UserError if a shard that the manifest lists is missing, or is another."""
+    for name, tokens in manifest["shards"].items():
+        path = Path(folder) / name
+        if not path.exists():
+            raise UserError(f"{path} is missing: manifest.json lists it")
+        found = len(read_shard(path))
+        if found != tokens:
+            raise UserError(f"{path} has {found:,} tokens, not {tokens:,} as in manifest.json")
 
 
 def load_data(path):
     """What there is to train on: (train, val, name of the tokenizer, what it is, for the log).
 
     train and val are Shards. path is a folder of shards, a text file, or None for the manual that
-    ships with Python. Raises ValueError or OSError.
+    ships with Python. Raises UserError or OSError.
     """
     if path is None:
         return load_manual()
@@ -139,9 +160,11 @@ def load_data(path):
 def load_shards(folder):
     """The shards of a folder, named like ..._train_000001.bin and ..._val_000000.bin."""
     manifest = read_manifest(folder)
-    if manifest is not None and not manifest["finished"]:
-        remedy = "run prepare_fineweb.py again with the same flags, and it goes on"
-        raise ValueError(f"{folder} is only half prepared: {remedy}")
+    if manifest is not None:
+        if not manifest["finished"]:
+            remedy = "run prepare_fineweb.py again with the same flags, and it goes on"
+            raise UserError(f"{folder} is only half prepared: {remedy}")
+        check_shards(folder, manifest)
     arrays = {"train": [], "val": []}
     for path in sorted(Path(folder).glob("*.bin")):  # the numbers have leading zeros
         # the last of the two words counts, so that no shard is in both
@@ -151,7 +174,7 @@ def load_shards(folder):
     for split, found in arrays.items():
         if not found:
             command = "python prepare_fineweb.py"
-            raise ValueError(f"no *_{split}_*.bin in {folder}: `{command}` makes such shards")
+            raise UserError(f"no *_{split}_*.bin in {folder}: `{command}` makes such shards")
     train = Shards(arrays["train"])
     val = Shards(arrays["val"])
     what = dict(data=str(folder), data_sha256=fingerprint(train, val), val="the val shards")
@@ -165,19 +188,32 @@ def fingerprint(train, val):
 
 
 def load_text(path):
-    """The bytes of a text file. The last tenth is val."""
-    text = path.read_bytes()
+    """The bytes of a text file, after <|endoftext|>. The last tenth is val."""
+    check_file(path)
+    tokens = np.empty(1 + os.path.getsize(path), "<u2")
+    tokens[0] = 256
+    n = 1  # tokens so far
+    # in pieces, so that these tokens are all that lies in memory: two bytes for one of the file
+    utf8 = codecs.getincrementaldecoder("utf-8")()
     try:
-        text.decode()
+        with open(path, "rb") as f:
+            while piece := f.read(min(PIECE, len(tokens) - n)):
+                utf8.decode(piece)
+                tokens[n : n + len(piece)] = np.frombuffer(piece, "u1")
+                n += len(piece)
+        utf8.decode(b"", final=True)
     except UnicodeDecodeError as e:
-        raise ValueError(f"{path} is not UTF-8 text: {e}") from None
-    tokens = byte_tokens([text])
-    n_train = len(tokens) - len(tokens) // 10
+        byte = n - 1 + e.start
+        raise UserError(f"{path} is not UTF-8 text: {e.reason} near byte {byte:,}") from None
+    tokens = tokens[:n]
+    n_train = n - n // 10
     train = Shards([tokens[:n_train]])
     val = Shards([tokens[n_train:]])
     # of the whole file: two texts may begin and end alike
-    sha256 = hashlib.sha256(fingerprint(train, val).encode() + text).hexdigest()
-    what = dict(data=str(path), data_sha256=sha256, val="the last tenth")
+    sha = hashlib.sha256(fingerprint(train, val).encode())
+    for start in range(1, n, PIECE):
+        sha.update(tokens[start : start + PIECE].astype("u1"))
+    what = dict(data=str(path), data_sha256=sha.hexdigest(), val="the last tenth")
     return train, val, "bytes", what
 
 

@@ -4,18 +4,19 @@ Text from a checkpoint, printed while it is made.
 $ python sample.py --prompt "Once upon a time"
 """
 import codecs
-import os
 import sys
 import time
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+# common first: from then on Ctrl-C ends in one line
+from common import cli, find_checkpoint, flag, parse_flags, pick_device, pick_dtype, random_seed
+
 import torch
 
-from data import EOT, count, get_tokenizer
-from model import GPT, pick_device, pick_dtype, round_to_bf16
-from train import cli, flag, parse_flags
+from data import EOT, get_tokenizer
+from model import GPT, round_to_bf16
 
 
 @dataclass
@@ -29,52 +30,20 @@ class Config:
     # how to choose among the likely tokens
     temperature: float = flag(0.8, "below 1 is safer, 0 always takes the likeliest token")
     top_k: int | None = flag(None, "choose among the k likeliest tokens only (all)")
-    top_p: float | None = flag(
-        None, "only among the likeliest tokens that together reach probability p (all)"
-    )
-    seed: int = flag(1337, "of the random choices", type=count)
+    top_p: float | None = flag(None, "only among the likeliest that together reach this (all)")
+    seed: int = flag(1337, "of the random choices", type=random_seed)
     # the machine
     device: str | None = flag(None, "cuda, cuda:1, cpu or mps (cuda where there is one, else cpu)")
     dtype: str | None = flag(
-        None,
-        "precision of the matmuls (bfloat16 where the card has it, else float32)",
-        choices=["float32", "bfloat16"],
+        None, "of the matmuls (bfloat16 where the card has it)", choices=["float32", "bfloat16"]
     )
     compile: bool | None = flag(None, "torch.compile a step (on cuda)")
 
 
-def find_checkpoint(path):
-    """The file that --ckpt means: itself, the one in a folder, or the newest one under out/."""
-    if path is None:
-        checkpoints = sorted(Path("out").rglob("ckpt.pt"), key=os.path.getmtime)
-        if not checkpoints:
-            raise ValueError("no checkpoint under out/: python train.py --attn=diff makes one")
-        return checkpoints[-1]
-    if path.is_dir():
-        path = path / "ckpt.pt"
-    if not path.exists():
-        raise ValueError(f"--ckpt={path}: no checkpoint there, python train.py makes some")
-    return path
-
-
-def load_model(path, device, dtype):
-    """The model of a checkpoint, made ready to generate."""
-    try:
-        model = GPT.load(path, device, kernel="sdpa")
-    except ValueError as e:  # it may hold an arm that only another file knows
-        raise ValueError(f"{e}. --ckpt=... names another checkpoint") from None
-    if dtype == "bfloat16":
-        round_to_bf16(model)  # once. Autocast alone would do it again for each token
-    if device.type == "cpu" and sum(p.numel() for p in model.parameters()) < 10e6:
-        torch.set_num_threads(1)  # the matmuls of one token are too short to be shared
-    return model
-
-
 def print_samples(steps, enc, prompt, num_samples):
-    """Prints the first sample as it grows, and then the others.
+    """Prints the first sample as it grows, and then the others. Returns how many tokens that were.
 
-    steps yields the next token of every sample. Returns how many tokens that were, and the seconds
-    to the first and to the last one.
+    steps yields the next token of every sample.
     """
     # a token may end within a character. Such a decoder keeps the first half back until the other
     # half comes
@@ -82,14 +51,9 @@ def print_samples(steps, enc, prompt, num_samples):
     texts = [""] * num_samples
     ended = [False] * num_samples
     made = 0
-    first = None
-    start = time.time()
     print(prompt, end="", flush=True)
     for tokens in steps:
-        tokens = tokens.tolist()  # waits for the device. Only then the clock is right
-        if first is None:
-            first = time.time() - start
-        for i, token in enumerate(tokens):
+        for i, token in enumerate(tokens.tolist()):
             if token == enc.eot_token:
                 ended[i] = True  # the next tokens would be another document's
             if not ended[i]:
@@ -100,29 +64,32 @@ def print_samples(steps, enc, prompt, num_samples):
                     print(new, end="", flush=True)
         if all(ended):
             break
-    seconds = time.time() - start
     print(decoders[0].decode(b"", final=True))
     for i in range(1, num_samples):
         rest = decoders[i].decode(b"", final=True)
         print(f"\n--- sample {i + 1}\n{prompt}{texts[i]}{rest}")
-    return made, first, seconds
+    return made
 
 
 def main(argv=None):
-    """Prints the samples. Raises ValueError and OSError for errors that a user can mend."""
+    """Prints the samples. Raises UserError, ModelError and OSError for what a user can mend."""
     config = Config(**parse_flags(Config, argv, __doc__))
     device = pick_device(config.device)
     dtype = pick_dtype(device, config.dtype)
     path = find_checkpoint(config.ckpt)
-    model = load_model(path, device, dtype)
+    model = GPT.load(path, device, kernel="sdpa")
+    if dtype == "bfloat16":
+        round_to_bf16(model)  # once. Autocast alone would do it again for each token
+    if device.type == "cpu" and sum(p.numel() for p in model.parameters()) < 10e6:
+        torch.set_num_threads(1)  # the matmuls of one token are too short to be shared
     enc = get_tokenizer(model.extra.get("tokenizer"))
 
-    prompt = enc.encode(config.prompt, allowed_special={EOT}) or [enc.eot_token]
+    prompt = enc.encode(config.prompt, allowed_special="all") or [enc.eot_token]
     idx = torch.tensor([prompt], device=device).repeat(config.num_samples, 1)
     choose = dict(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
     choose["generator"] = torch.Generator(device).manual_seed(config.seed)
     with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-        step = model.step
+        step = None
         if config.compile or (config.compile is None and device.type == "cuda"):
             # a step is small, so most of its time is spent on launches. A CUDA graph needs only one
             step = torch.compile(model.step, mode="reduce-overhead", fullgraph=True)
@@ -131,10 +98,11 @@ def main(argv=None):
             warmup = model.generate(idx, config.max_new_tokens, temperature=0, step=step)
             list(islice(warmup, 4))
         steps = model.generate(idx, config.max_new_tokens, step=step, **choose)
-        print(f"{path}: {model.config.attn}, step {model.extra.get('step')}", file=sys.stderr)
-        made, first, seconds = print_samples(steps, enc, config.prompt, config.num_samples)
-    rate = f"{made} tokens in {seconds:.2f} s: {made / seconds:,.0f} tokens/s"
-    print(f"{rate}, first after {first:.3f} s", file=sys.stderr)
+        start = time.time()
+        made = print_samples(steps, enc, config.prompt, config.num_samples)
+    seconds = time.time() - start
+    rate = f"{made} tokens in {seconds:.2f} s, {made / seconds:,.0f} a second"
+    print(f"{path} ({model.config.attn}): {rate}", file=sys.stderr)
 
 
 if __name__ == "__main__":

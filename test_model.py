@@ -23,24 +23,25 @@ from model import (
     GPT,
     GPTConfig,
     Linear,
+    ModelError,
+    Rope,
     Softmax,
+    attention,
     draw,
     make_rope,
     matched_width,
     next_token,
     phi,
-    pick_device,
     rotate,
     round_to_bf16,
 )
 
 torch.set_num_threads(1)  # on tensors this small, threads only wait for one another
 
-# "-average" stands for --minus_average
-ARMS = [*ATTENTION, "softmax-average", "linear-average"]
+ARMS = list(ATTENTION)
 DIFFERENTIAL = ["diff", "diff_linear"]
-LINEAR = ["linear", "diff_linear", "linear-average"]
-SOFTMAX = [arm for arm in ARMS if arm not in LINEAR]
+LINEAR = ["linear", "diff_linear", "linear_average"]
+SOFTMAX = [attn for attn in ARMS if attn not in LINEAR]
 TINY = dict(block_size=32, vocab_size=97, n_layer=2, n_head=4, n_embd=32)
 
 each_arm = pytest.mark.parametrize("attn", ARMS)
@@ -48,10 +49,8 @@ with_and_without_decay = pytest.mark.parametrize("decay", [False, True])
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
-def tiny_model(arm, seed=1337, **overrides):
-    attn = arm.removesuffix("-average")
-    settings = TINY | dict(attn=attn, minus_average=arm != attn) | overrides
-    return GPT(GPTConfig(**settings), seed)
+def tiny_model(attn, seed=1337, **overrides):
+    return GPT(GPTConfig(**TINY | dict(attn=attn) | overrides), seed)
 
 
 def sharp_layer(attn, query_scale=3.0, **overrides):
@@ -81,16 +80,18 @@ def random_tokens(B, T, seed=0):
 
 def by_steps(layer, x, first=1):
     """layer(x) by the step form: the first tokens fill a state, then one token at a time."""
-    rope = layer.rope_from_0(x)
-    state = {}
-    outputs = [layer(x[:, :first], part_of(rope, 0, first), state)]
-    for t in range(first, x.shape[1]):
-        outputs.append(layer(x[:, t : t + 1], part_of(rope, t, t + 1), state))
+    T = x.shape[1]
+    rope = make_rope(torch.arange(T, device=x.device), layer.config, x.dtype)
+    prompt = x[:, :first]
+    state = layer.prefill(prompt, part_of(rope, 0, first), room=T)
+    outputs = [layer(prompt, part_of(rope, 0, first))]
+    for t in range(first, T):
+        outputs.append(layer.step(x[:, t : t + 1], part_of(rope, t, t + 1), state))
     return torch.cat(outputs, dim=1)
 
 
 def part_of(rope, start, end):
-    return model_module.Rope(*[table[start:end] for table in rope])
+    return Rope(*[table[start:end] for table in rope])
 
 
 def generated(model, idx, n, **options):
@@ -160,20 +161,21 @@ def one_row_of_a_map(q, keys, distance, span, linear):
 def by_the_papers_equations(layer, x, spans):
     """layer(x) and its map, one row at a time, in numpy and with none of model.py's code."""
     B, T, C = x.shape
-    H = layer.n_head
-    d = layer.head_dim
     attn = layer.config.attn
+    d = C // layer.config.n_head
     q = (x @ layer.q_proj.weight.T).numpy(force=True)
     k = (x @ layer.k_proj.weight.T).numpy(force=True)
     v = (x @ layer.v_proj.weight.T).numpy(force=True)
+    H = q.shape[-1] // d
     if attn == "diff_v2":  # the queries 2n and 2n + 1 have the key n
         k = k.reshape(B, T, -1, d).repeat(2, axis=2).reshape(B, T, H * d)
+    queries_per_span = H // len(spans)
 
     A = np.zeros((B, H, T, T))
     U = np.zeros((H, T, T))
     for b, h, i in product(range(B), range(H), range(T)):
         channels = slice(h * d, (h + 1) * d)
-        span = spans[h // layer.branches]
+        span = spans[h // queries_per_span]
         distance = i - np.arange(i + 1)
         row = one_row_of_a_map(
             q[b, i, channels], k[b, : i + 1, channels], distance, span, isinstance(layer, Linear)
@@ -187,7 +189,7 @@ def by_the_papers_equations(layer, x, spans):
     if attn == "diff_v2":
         lam = 1 / (1 + np.exp(-(x @ layer.lambda_proj.weight.T).numpy(force=True)))  # (B, T, h)
         A = A[:, 0::2] - lam.transpose(0, 2, 1)[..., None] * A[:, 1::2]
-    if layer.config.minus_average:
+    if attn in ("softmax_average", "linear_average"):
         A = A - layer.lambda_average.item() * U
 
     h = A.shape[1]
@@ -216,6 +218,13 @@ def test_a_layer_is_the_papers_equations(attn, decay, subln):
     assert_equal_to(1e-12, layer(x), torch.from_numpy(y), "output")
 
 
+@pytest.mark.parametrize("attn", ["softmax", "diff", "linear", "diff_linear"])
+def test_the_straight_code_on_the_first_screen_is_the_layer(attn):
+    layer = sharp_layer(attn)
+    x = normal(2, 37, 32)
+    assert_equal_to(1e-12, attention(layer, x, attn), layer(x), "output")
+
+
 def test_lambda_init_counts_layers_from_0():
     blocks = tiny_model("diff", n_layer=4).blocks
     assert [round(block.attn.lambda_init, 4) for block in blocks] == [0.2, 0.3555, 0.4707, 0.5561]
@@ -226,21 +235,8 @@ def test_lambda_init_counts_layers_from_0():
 def test_a_single_head_forgets_at_the_middle_of_the_range():
     for attn, n_head in (("linear", 1), ("diff", 2)):
         layer = tiny_model(attn, n_head=n_head, block_size=32, decay=True).blocks[0].attn
-        spans = 1 / layer.decay_rate("cpu", torch.float64).flatten()
+        spans = 1 / layer.decay_rate(normal(1)).flatten()
         assert spans.tolist() == pytest.approx([16.0] * n_head)  # the root of 4 x 64
-
-
-@each_arm
-def test_rows_of_a_map_can_be_had_alone(attn):
-    """The queries of some tokens against all keys: the last rows of the whole map."""
-    layer = sharp_layer(attn, decay=True)
-    x = normal(2, 13, 32)
-    q, k, _, lam = layer.project(x)
-    if attn == "diff_v2":
-        lam = lam[:, :, -4:]
-    rope = layer.rope_from_0(x)
-    rows = layer.attention_map(q[:, :, -4:], k, lam, part_of(rope, 9, 13), rope)
-    assert_equal_to(1e-12, rows, layer.map(x)[:, :, -4:], "rows")
 
 
 def test_a_subclass_can_have_another_feature_map():
@@ -345,12 +341,13 @@ def test_long_sums_stay_in_float32():
 
     layer = sharp_layer("linear").float()
     x = normal(1, 8192, 32)
-    rounded_state = {}
-    exact_state = {}
+    rope = make_rope(torch.arange(8192), layer.config, x.dtype)
     with torch.no_grad():
         with torch.autocast("cpu", torch.bfloat16):
-            y = layer(x.float(), state=rounded_state)
-        exact = layer.double()(x, state=exact_state)
+            y = layer(x.float())
+            rounded_state = layer.prefill(x.float(), Rope(*[t.float() for t in rope]), room=0)
+        exact = layer.double()(x)
+        exact_state = layer.prefill(x, rope, room=0)
     assert relative_error(y[:, -64:], exact[:, -64:]) < 2e-2
     for name in ("S", "Z"):
         assert rounded_state[name].dtype == torch.float32
@@ -374,16 +371,24 @@ def test_weights_are_rounded_to_bf16_and_lambdas_are_not(attn):
 @pytest.mark.parametrize(
     "field, value, message",
     [
-        ("attn", "cosine", "attn must be one of .*, linear, diff_linear, not 'cosine'"),
+        ("attn", "cosine", "attn must be one of .*, linear_average, not 'cosine' .*"),
         ("n_embd", 30, "n_embd must be a multiple of 8, not 30"),
         ("n_embd", 36, "n_embd must be a multiple of 8, not 36"),
         ("n_head", 1, "n_head must be even for diff, not 1"),
         ("n_layer", 0, "n_layer must be at least 1, not 0"),
-        ("minus_average", True, "minus_average is for one map, and diff has two"),
+        ("mlp_width", 0, "mlp_width must be at least 1, not 0"),
+        ("n_head", 4.0, "n_head must be of type int, not 4.0"),
+        ("decay", "no", "decay must be of type bool, not 'no'"),
+        ("flash", "False", "flash must be of type bool, not 'False'"),
+        ("subln", 1, "subln must be of type bool or None, not 1"),
+        ("embd_init", math.nan, "embd_init must be finite, not nan"),
+        ("embd_init", 0, "embd_init must be above 0, not 0"),
+        ("rope_theta", -1.0, "rope_theta must be 0 or more, not -1.0"),
+        ("kernel", "triton", "kernel must be sdpa or flash_attn, not 'triton'"),
     ],
 )
 def test_impossible_models_are_refused(field, value, message):
-    with pytest.raises(ValueError, match=f"^{message}$"):
+    with pytest.raises(ModelError, match=f"^{message}$"):
         GPTConfig(**TINY | {"attn": "diff", field: value})
 
 
@@ -397,7 +402,7 @@ def test_parameters_are_equal_but_for_lambda_and_norm():
     d = 8
     assert sizes["linear"] == sizes["softmax"]
     assert sizes["diff"] == sizes["diff_linear"] == sizes["softmax"] + n_layer * (4 * d + 2 * d)
-    assert sizes["softmax-average"] == sizes["linear-average"] == sizes["softmax"] + n_layer
+    assert sizes["softmax_average"] == sizes["linear_average"] == sizes["softmax"] + n_layer
     # the MLP of diff_v2 is narrower, by whole units of 3 C parameters
     assert abs(sizes["diff_v2"] - sizes["softmax"]) <= n_layer * 3 * 32 / 2
     assert tiny_model("diff_v2").blocks[0].mlp.up_proj.weight.shape == (matched_width(32, 4), 32)
@@ -582,6 +587,17 @@ def test_the_cache_is_as_large_as_the_text(attn):
     assert torch.equal(short, long[:, :12])
 
 
+def test_a_step_takes_one_token_and_the_vocabulary_has_an_end():
+    model = tiny_model("diff")
+    _, state = model.prefill(random_tokens(1, 5))
+    with pytest.raises(ValueError, match="a step takes one token of each row, not 2"):
+        model.step(random_tokens(1, 2), state)
+    with pytest.raises(IndexError, match="token 97: there are 97"):  # the embedding has 128
+        model(torch.tensor([[1, 97]]))
+    with pytest.raises(ModelError, match="the prompt has no tokens"):
+        next(model.generate(random_tokens(1, 0), 3))
+
+
 PROBS = [0.5, 0.3, 0.15, 0.05]
 SQUARES = [0.25, 0.09, 0.0225, 0.0025]  # at temperature 0.5, but for their sum of 0.365
 
@@ -622,9 +638,9 @@ def test_samples_repeat_with_the_seed_and_differ_between_rows():
 @pytest.mark.parametrize(
     "wrong", [dict(temperature=-1), dict(top_k=0), dict(top_p=0.0), dict(top_p=1.5)]
 )
-def test_wrong_choices_are_refused_at_the_call(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        tiny_model("diff").generate(random_tokens(1, 4), 1, **wrong)
+def test_wrong_choices_are_refused(wrong):
+    with pytest.raises(ModelError, match=next(iter(wrong))):
+        next(tiny_model("diff").generate(random_tokens(1, 4), 1, **wrong))
 
 
 # ---- saving and loading
@@ -639,6 +655,17 @@ def test_a_checkpoint_gives_back_the_model_and_what_else_was_saved():
     assert loaded.extra == dict(step=3, tokenizer="bytes")
     for name, p in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], p)
+    with pytest.raises(ValueError, match="decay can't be changed: it would be another model"):
+        GPT.load("a.pt", decay=False)
+
+
+def test_numbers_of_numpy_can_be_saved_and_other_objects_cannot():
+    model = tiny_model("softmax")
+    model.save("a.pt", val_loss=np.float64(1.5), steps=[np.int64(3)])
+    assert GPT.load("a.pt").extra == dict(val_loss=1.5, steps=[3])
+    with pytest.raises(TypeError, match="tensors and plain values"):
+        model.save("b.pt", where=Path("a"))
+    assert not Path("b.pt").exists()
 
 
 def test_load_refuses_what_is_damaged_or_not_ours():
@@ -662,13 +689,27 @@ def test_load_refuses_what_is_damaged_or_not_ours():
     torch.save({"config": TINY | dict(attn="softmax"), "model": weights}, "misfit")
     model.blocks[0].attn.lambda_q1.data[3] = math.nan
     model.save("infinite")
-    for name in ("empty", "cut", "flipped", "foreign", "code", "arm", "misfit", "infinite"):
-        with pytest.raises(ValueError, match=f"^{name} is no model that .* can load") as error:
+    torch.save({"config": TINY | dict(gates=3), "model": weights}, "newer")
+    torch.save(weights, "bare")
+    Path("folder").mkdir()
+    for name, says in [
+        ("empty", "is damaged, or no checkpoint"),
+        ("cut", "is damaged"),
+        ("flipped", "is damaged"),
+        ("code", "is damaged, or no checkpoint"),
+        ("foreign", "is a checkpoint of another program"),
+        ("bare", "is a checkpoint of another program"),
+        ("newer", "has settings that this model.py lacks: gates"),
+        ("arm", "attn must be one of"),
+        ("misfit", "its weights don't fit softmax"),
+        ("infinite", "some weights are not finite"),
+    ]:
+        with pytest.raises(ModelError, match=f"^{name}:? {says}"):
             GPT.load(name)
-        assert "\n" not in str(error.value)
     assert not Path("boom").exists()
-    with pytest.raises(OSError):
-        GPT.load("nowhere")
+    for name in ("nowhere", "folder"):
+        with pytest.raises(OSError):
+            GPT.load(name)
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(monkeypatch):
@@ -720,22 +761,28 @@ def test_the_call_on_hopper_equals_the_map(attn, monkeypatch):
         asked_for.append(backends[0].name)
         return nullcontext()
 
+    pretend_to_be_a_hopper(monkeypatch)
     monkeypatch.setattr(model_module, "sdpa_kernel", any_backend)
-    monkeypatch.setattr(model_module, "on_hopper", lambda device_type: True)
     assert max(errors_of_forms(attn, T=70, dtype=torch.float64)) < 1e-10
     assert set(asked_for) == {"CUDNN_ATTENTION"}
 
 
+def pretend_to_be_a_hopper(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=9)
+    )
+
+
 def test_where_no_kernel_fits_one_sentence_says_so(monkeypatch):
     x = random_tokens(1, 5)
-    monkeypatch.setattr(model_module, "on_hopper", lambda device_type: True)  # but it is a CPU
-    with pytest.raises(ValueError, match="^no fused kernel for .* on cpu: use --no-flash"):
-        tiny_model("diff")(x)
-    monkeypatch.setitem(sys.modules, "flash_attn", None)  # not installed
-    with pytest.raises(ValueError, match="needs the package flash-attn"):
+    with pytest.raises(ModelError, match="needs the package flash-attn"):
+        monkeypatch.setitem(sys.modules, "flash_attn", None)  # not installed
         tiny_model("diff", kernel="flash_attn")(x)
-    with pytest.raises(ValueError, match="can't use the device meta"):
-        pick_device("meta")
+    model = tiny_model("diff")
+    pretend_to_be_a_hopper(monkeypatch)  # but it is a CPU
+    with pytest.raises(ModelError, match="^no fused kernel for .* on cpu: use --no-flash"):
+        model(x)
 
 
 @cuda

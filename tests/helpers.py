@@ -10,7 +10,7 @@ TOP = Path(__file__).parent.parent  # of the repository
 # flags of train.py for a run of a second: 24 steps of 4 sequences of 32 bytes
 TOY = [
     "--device=cpu", "--n_layer=1", "--n_embd=32", "--n_head=2", "--block_size=32", "--batch_size=4",
-    "--steps=24", "--eval_every=4", "--log_every=1", "--eval_tokens=256",
+    "--total_batch=128", "--steps=24", "--eval_every=4", "--log_every=1", "--eval_tokens=256",
 ]
 
 

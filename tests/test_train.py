@@ -1,4 +1,6 @@
 """train.py and sample.py: batches, flags, a run and its files, and all the ways it can end."""
+import io
+import json
 import math
 import multiprocessing
 import os
@@ -11,12 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
+from torch.utils.flop_counter import FlopCounterMode
 
 import sample
 import train
-from data import Shards
+from common import UserError, read_log
+from data import Shards, load_data
 from helpers import TOP, TOY, complaint
-from model import GPT, GPTConfig
+from model import ATTENTION, GPT, Attention, GPTConfig, ModelError, Softmax
 
 torch.set_num_threads(1)  # on tensors this small, threads only wait for one another
 
@@ -33,10 +38,15 @@ def folders(*flags):
 
 
 def records_without_clock(folder):
-    _, records = train.read_log(f"{folder}/log.jsonl")
+    _, records = read_log(f"{folder}/log.jsonl")
     for record in records:
         record.pop("tok_per_s", None)
     return records
+
+
+def lines_of(folder):
+    """The lines of a log, each of which must be JSON."""
+    return [json.loads(line) for line in Path(f"{folder}/log.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture
@@ -70,11 +80,8 @@ def test_an_epoch_has_every_sequence_once_in_an_order_of_its_own():
 
 def test_the_processes_share_a_batch():
     data, config = counting()
-    parts = []
-    for rank in (0, 1):
-        half = replace(config, rank=rank, world=2)
-        assert half.batch_size == 2
-        parts.append(train.batch(data, half, step=3, micro_step=0))
+    half = replace(config, batch_size=2)
+    parts = [train.batch(data, half, step=3, micro_step=0, rank=r, world=2) for r in (0, 1)]
     assert torch.equal(torch.cat(parts), train.batch(data, config, step=3, micro_step=0))
 
 
@@ -84,11 +91,23 @@ def test_the_processes_share_a_batch():
 def test_presets_fill_in_what_no_flag_says():
     toy = one_run()
     assert (toy.preset, toy.steps, toy.total_batch, toy.lr) == ("toy", 500, 2048, 2e-3)
-    gpt2 = one_run("--preset=gpt2", "--n_layer=2")
+    assert (toy.n_layer, toy.n_embd, str(toy.out)) == (4, 128, "out/toy/softmax")
+    gpt2 = one_run("--preset=gpt2", "--n_layer=2", "--attn=diff")
     assert (gpt2.n_layer, gpt2.block_size, str(gpt2.data)) == (2, 1024, "data/fineweb_edu")
-    assert gpt2.steps == 5341  # 2.8e9 tokens, 524,288 a step
-    assert one_run("--preset=gpt2", "--steps=7").tokens == 7 * 524_288
-    assert one_run("--tokens=1e6").steps == math.ceil(1e6 / 2048)
+    assert gpt2.steps * gpt2.total_batch == pytest.approx(2.8e9, rel=1e-3)
+    assert str(gpt2.out) == "out/gpt2/diff"  # the two can't meet in one folder
+
+
+def test_a_list_of_arms_has_a_folder_for_each():
+    assert folders("--attn=softmax,diff,softmax") == ["out/toy/softmax", "out/toy/diff"]
+    assert folders("--attn=softmax,diff", "--out=x") == ["x/softmax", "x/diff"]
+    assert folders("--attn=diff", "--out=x") == ["x"]
+    assert folders("--out=~/x") == [str(Path.home() / "x")]
+
+
+def test_micro_steps_have_equal_size():
+    for wanted, got in ((8, 8), (5, 4), (64, 8), (1, 1)):
+        assert one_run(f"--batch_size={wanted}").batch_size == got  # a step has 8 sequences
 
 
 def test_the_rate_goes_up_to_its_peak_and_down_to_0():
@@ -100,55 +119,41 @@ def test_the_rate_goes_up_to_its_peak_and_down_to_0():
     assert [train.learning_rate(step, short) for step in range(3)] == [0.5, 1, 1]
 
 
-def test_a_folder_has_the_name_of_what_differs_from_the_preset():
-    assert folders("--attn=diff", "--lr=2e-3", "--seed=1337", "--steps=9") == ["out/diff"]
-    flags = ["--attn=diff", "--no-subln", "--lr=3e-3", "--seed=2"]
-    assert folders(*flags) == ["out/diff-nosubln-lr3e-3-seed2"]
-    assert folders("--n_layer=2", "--no-flash") == ["out/softmax-n_layer2"]
-    assert folders("--subln", "--decay") == ["out/softmax-subln-decay"]
-    assert folders("--lr=0.00123456789") != folders("--lr=0.00123456788")
-    # one run, or several below one folder
-    assert folders("--out=here") == ["here"]
-    assert folders("--seed=1,2,1", "--out=x") == ["x/softmax-seed1", "x/softmax-seed2"]
-    names = folders("--attn=softmax,diff", "--lr=1e-3,2e-3")
-    assert names == ["out/softmax-lr1e-3", "out/diff-lr1e-3", "out/softmax", "out/diff"]
-
-
-def test_what_changes_nothing_in_an_arm_names_nothing():
-    assert folders("--lambda_init=0.5", "--subln_init=0.2") == ["out/softmax"]
-    assert folders("--attn=diff_v2", "--lambda_init=0.5", "--subln_init=2") == ["out/diff_v2"]
-    assert folders("--attn=diff", "--no-subln", "--subln_init=0.2") == ["out/diff-nosubln"]
-    assert folders("--attn=diff", "--subln", "--lambda_init=0") == ["out/diff-lambda_init0"]
-    assert folders("--subln", "--subln_init=0.2") == ["out/softmax-subln-subln_init0.2"]
-
-
 @pytest.mark.parametrize("command, says", [
-    ("train.py --attn=softmax,cosine", "--attn: 'cosine' is not one of softmax, diff"),
+    ("train.py --attn=softmax,cosine", "attn must be one of softmax, diff, "),
     ("train.py --n_layer=1.9", "--n_layer: '1.9' is not a whole number"),
     ("train.py --steps=0", "--steps: "),
     ("train.py --seed=-1", "--seed: '-1' is not a whole number"),
-    ("train.py --lr=1e-3,inf", "--lr: 'inf' is not a number"),
+    ("train.py --lr=inf", "--lr: 'inf' is not a number"),
+    ("train.py --seed=18446744073709551616", "--seed: must be below 2^64"),
+    ("train.py --out=", "--out: must not be empty"),
     ("train.py --lr=-1", "--lr: '-1' is not a number from 0 on"),
     ("train.py --subln_init=nan", "--subln_init: 'nan' is not a number"),
-    ("train.py --steps=3 --tokens=3", "--steps and --tokens"),
     ("train.py --total_batch=3000", "--total_batch=3000 is no multiple of 256"),
     ("train.py --attn=softmax,diff --n_head=1", "n_head must be even for diff"),
     ("train.py --device=tpu9", "the device tpu9"),
-    ("train.py --data=short.txt", "short.txt is too short for a step and an evaluation: 9 + 1"),
+    ("train.py --data=short.txt", "short.txt is too short: a run needs more than 2,048 to train"),
     ("sample.py", "no checkpoint under out/: python train.py --attn=diff makes one"),
     ("sample.py --ckpt=nope", "--ckpt=nope: no checkpoint there"),
     ("sample.py --top_p=1.5 --ckpt=good.pt", "top_p must be above 0 and at most 1"),
-    ("sample.py --ckpt=mine.pt", "--ckpt=... names another checkpoint"),
+    ("sample.py --temperature=-1 --ckpt=good.pt", "--temperature: '-1' is not a number"),
+    ("sample.py --ckpt=mine.pt", "mine.pt: attn must be one of"),
+    ("sample.py --ckpt=nanogpt.pt", "nanogpt.pt is a checkpoint of another program"),
+    ("train.py --out=bare", "bare/ckpt.pt is not of train.py: take another --out"),
 ])
 def test_what_is_refused_and_in_which_words(command, says, monkeypatch, capsys):
     Path("short.txt").write_text("too short")
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=32, vocab_size=257))
     model.save("good.pt", tokenizer="bytes")
+    Path("bare").mkdir()
+    model.save("bare/ckpt.pt")
     model.config.attn = "mine"
     model.save("mine.pt", tokenizer="bytes")
+    torch.save({"model_args": {}, "model": {}}, "nanogpt.pt")
     before = set(os.listdir())
     assert says in complaint(command, monkeypatch, capsys)
-    assert set(os.listdir()) == before
+    made = set(os.listdir()) - before
+    assert not any(Path(folder, "log.jsonl").exists() for folder in made)
 
 
 # a run and what it writes
@@ -157,15 +162,14 @@ def test_what_is_refused_and_in_which_words(command, says, monkeypatch, capsys):
 def test_a_run_writes_a_log_and_learns(story, capsys):
     flags = [*TOY, "--steps=6", "--eval_every=4", "--log_every=2", "--attn=diff", story]
     (loss,) = train.main(flags + ["--lr=3e-3", "--out=run"])
-    head, records = train.read_log("run/log.jsonl")
+    head, records = read_log("run/log.jsonl")
 
     assert (head["attn"], head["n_layer"], head["tokenizer"]) == ("diff", 1, "bytes")
-    assert head["arm"].startswith("diff-n_layer1-") and "lr" not in head["arm"]
     assert head["data"] == "story.txt"
     assert head["torch"] == torch.__version__
     assert head["parameters"] == sum(p.numel() for p in GPT.load("run/ckpt.pt").parameters())
 
-    tokens = 4 * 32  # a step
+    tokens = 128  # a step
     steps = [(record["step"], record["tokens"]) for record in records]
     assert steps == [(0, 0), (2, 2 * tokens), (4, 4 * tokens), (6, 6 * tokens)]
     of_a_step = {"step", "tokens", "train_loss", "lr", "grad_norm", "tok_per_s", "mfu"}
@@ -177,15 +181,15 @@ def test_a_run_writes_a_log_and_learns(story, capsys):
     assert loss == records[-1]["val_loss"] < records[0]["val_loss"]
     said = capsys.readouterr().out
     assert f"step     6/6 | train {records[-1]['train_loss']:.4f} |" in said
-    assert "sample.py --ckpt=run/ckpt.pt" in said
+    assert "python sample.py --ckpt=run\n" in said
 
 
 def test_the_losses_of_the_log_are_those_of_the_model(story):
-    # 300 tokens of val are 9 sequences, so the last batch is filled up
+    # 300 tokens of val are 9 sequences, so the last batch is smaller
     flags = [*TOY, "--steps=3", "--eval_tokens=300", story, "--out=run"]
     (loss,) = train.main(flags)
-    data = train.open_data(one_run(*flags))
-    tokens = torch.from_numpy(np.stack([data.val.sequence(i, 32) for i in range(9)]))
+    _, val, _, _ = load_data(Path("story.txt"))
+    tokens = torch.from_numpy(np.stack([val.sequence(i, 32) for i in range(9)]))
     with torch.no_grad():
         _, expected = GPT.load("run/ckpt.pt")(tokens[:, :-1], tokens[:, 1:])
     assert loss == pytest.approx(expected.item(), abs=1e-5)
@@ -193,8 +197,8 @@ def test_the_losses_of_the_log_are_those_of_the_model(story):
 
 def test_a_step_is_the_same_in_one_micro_step_or_in_four(story):
     for batch_size in (4, 1):
-        sizes = ["--total_batch=128", f"--batch_size={batch_size}"]
-        train.main([*TOY, *sizes, "--steps=3", story, f"--out=of{batch_size}"])
+        size = f"--batch_size={batch_size}"
+        train.main([*TOY, size, "--steps=3", story, f"--out=of{batch_size}"])
     in_one = records_without_clock("of4")
     in_four = records_without_clock("of1")
     for a, b in zip(in_one[1:], in_four[1:], strict=True):
@@ -202,13 +206,15 @@ def test_a_step_is_the_same_in_one_micro_step_or_in_four(story):
             assert a[key] == pytest.approx(b[key], rel=1e-4), (key, a["step"])
 
 
-def test_mfu_counts_the_matmuls_of_a_step(monkeypatch):
-    monkeypatch.setitem(train.PEAK, "cpu", 1.0)
-    config = one_run("--n_layer=2", "--n_embd=64", "--block_size=256")
-    matrices = [p for p in GPT(config.model_config()).parameters() if p.ndim == 2]
-    weights = 6 * sum(p.numel() for p in matrices)
-    maps = 2 * 3 * (2 + 2) * 256 * 64  # 2 layers, QK^T and AV, 2 T C each, forward and backward
-    assert train.full_speed(config) == pytest.approx(1 / (weights + maps))
+def test_mfu_counts_the_matmuls_of_a_step():
+    config = GPTConfig(n_layer=2, n_embd=64, n_head=4, block_size=256, vocab_size=128)
+    model = GPT(config)
+    with FlopCounterMode(display=False) as counter:
+        idx = torch.zeros(1, 256, dtype=torch.int64)
+        model.config.flash = False  # a map is what the formula counts
+        model(idx, idx)[1].backward()
+    # the formula takes the norms, which are no matrices, for weights, and so it is a little larger
+    assert 256 * train.flops_per_token(model) == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
 # sample.py
@@ -228,7 +234,7 @@ def test_sample_says_the_same_for_the_same_seed(story, capsys):
         assert said[0].out.startswith(prompt)
         assert "\n--- sample 2\n" in said[0].out
         assert said[0].out == said[1].out != said[2].out
-        assert "tokens/s" in said[0].err
+        assert "a second" in said[0].err
 
 
 def test_sample_prints_whole_characters_and_stops_at_the_end_of_a_text(story, monkeypatch, capsys):
@@ -260,7 +266,8 @@ def train_in_child(flags, interrupt_before=None, by=None):
     def child():
         if interrupt_before is not None:
             do_before(*interrupt_before, by or kill)
-        train.cli(lambda: train.main(flags))
+        sys.argv[1:] = flags
+        train.cli(train.run)
 
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
@@ -301,14 +308,15 @@ def assert_same_run(a, b):
     assert records_without_clock(a) == records_without_clock(b)
 
 
-@pytest.mark.parametrize("arm", ["--attn=softmax", "--attn=diff_linear --decay --total_batch=256"])
+@pytest.mark.parametrize("arm", ["--attn=softmax", "--attn=diff_linear --decay --batch_size=2"])
 def test_killed_anywhere_a_run_ends_in_the_same_bits(arm):
     flags = [*TOY, *arm.split()]
     train.main([*flags, "--out=whole"])
     cut = [*flags, "--out=cut"]
     for place in [
         ("os.replace", 1),  # before the first checkpoint
-        ("os.replace", 3),  # the log is ahead of the checkpoint
+        ("os.replace", 2),  # there is a checkpoint, and no log
+        ("os.replace", 4),  # the log is ahead of the checkpoint
         ("train.training_step", 3),
     ]:
         assert train_in_child(cut, place) == -signal.SIGKILL
@@ -317,6 +325,7 @@ def test_killed_anywhere_a_run_ends_in_the_same_bits(arm):
     assert 0 < GPT.load("cut/ckpt.pt").extra["step"] < 24
     train.main(cut)
     assert_same_run("cut", "whole")
+    assert lines_of("cut")[0] == lines_of("whole")[0] | dict(out="cut")
     assert train.main(cut) == train.main([*flags, "--out=whole"])  # they return at once
 
 
@@ -324,25 +333,57 @@ def test_ctrl_c_says_how_to_go_on(capfd):
     place = ("train.training_step", 7)
     assert train_in_child([*TOY, "--out=run"], place, press_ctrl_c) == 130
     said = capfd.readouterr().err
-    assert "the same command goes on after step 4" in said
+    assert "the same command, without --restart, goes on" in said
     assert "Traceback" not in said
 
 
-def test_a_run_that_diverged_stays_so_and_keeps_its_checkpoint(capsys, monkeypatch):
+@pytest.mark.parametrize("program", ["train", "sample", "bench", "prepare_fineweb"])
+def test_ctrl_c_while_a_program_is_imported_is_one_line(program):
+    code = f"""
+import builtins, sys
+sys.argv = ["{program}.py"]
+import_ = builtins.__import__
+def interrupt(name, *more):
+    if name == "numpy":
+        raise KeyboardInterrupt
+    return import_(name, *more)
+builtins.__import__ = interrupt
+import {program}
+"""
+    child = subprocess.run([sys.executable, "-c", code], cwd=TOP, capture_output=True, text=True)
+    assert child.returncode not in (0, 1)
+    assert child.stderr == f"\n{program}.py: stopped\n"
+
+
+def test_ctrl_c_while_a_checkpoint_is_written(monkeypatch):
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=32, vocab_size=257))
+    model.save("a.pt", step=1)
+
+    class Interrupted(io.FileIO):
+        def write(self, data):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as context:
+        context.setattr("builtins.open", lambda path, mode: Interrupted(path, mode))
+        with pytest.raises(KeyboardInterrupt):
+            model.save("a.pt", step=2)
+    assert os.listdir() == ["a.pt"]
+    assert GPT.load("a.pt").extra["step"] == 1
+
+
+def test_a_run_that_diverges_stops_and_keeps_its_checkpoint(capsys):
     flags = [*TOY, "--lr=1e30", "--out=wild"]
     assert train.main(flags) == [math.inf]
     assert "wild diverged at step 2: " in capsys.readouterr().err
-    _, records = train.read_log("wild/log.jsonl")
-    assert records[-1]["step"] == 2
-    assert "grad_norm nan" in records[-1]["diverged"]
+    assert lines_of("wild")[-1].keys() == {"step", "tokens", "diverged"}
+    assert "grad_norm nan" in lines_of("wild")[-1]["diverged"]
     assert GPT.load("wild/ckpt.pt").extra["step"] == 0
-    monkeypatch.setattr(train, "training_step", None)  # nobody trains it again
-    assert train.main(flags) == [math.inf]
+    assert train_in_child(flags) == 1
 
 
 def test_another_run_is_refused_and_left_alone():
     Path("other.txt").write_text("Once upon a time there was another text. " * 900)
-    flags = [*TOY, "--attn=diff", "--steps=4", "--total_batch=128", "--out=run"]
+    flags = [*TOY, "--attn=diff", "--steps=4", "--out=run"]
     train_in_child(flags, ("train.training_step", 3))
     before = Path("run/log.jsonl").read_bytes()
     for flag, says in [
@@ -352,7 +393,7 @@ def test_another_run_is_refused_and_left_alone():
         ("--dtype=bfloat16", "dtype is 'float32' there and 'bfloat16' here"),
         ("--data=other.txt", "data_sha256 is '"),
     ]:
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(UserError, match=says):
             train.main([*flags, flag])
         assert Path("run/log.jsonl").read_bytes() == before, flag
     # another pace is not another run
@@ -364,33 +405,154 @@ def test_a_log_without_its_checkpoint_is_refused_until_restart():
     flags = [*TOY, "--steps=2", "--out=run"]
     train.main(flags)
     Path("run/ckpt.pt").unlink()
-    with pytest.raises(ValueError, match="--restart"):
+    with pytest.raises(UserError, match="--restart"):
         train.main(flags)
     train.main([*flags, "--lr=1e-3", "--restart"])
-    head, records = train.read_log("run/log.jsonl")
-    assert head["lr"] == 1e-3
-    assert [record["step"] for record in records] == [0, 1, 2]
+    assert lines_of("run")[0]["lr"] == 1e-3
+    assert [record["step"] for record in lines_of("run")[1:]] == [0, 1, 2]
 
 
-def test_two_programs_do_not_write_to_one_folder():
+def test_restart_keeps_the_old_run_until_the_new_one_has_a_checkpoint():
+    flags = [*TOY, "--steps=2", "--out=run"]
+    train.main(flags)
+    before = Path("run/ckpt.pt").read_bytes(), Path("run/log.jsonl").read_bytes()
+    with pytest.raises(ModelError, match="flash-attn"):
+        train.main([*flags, "--restart", "--kernel=flash_attn"])
+    assert train_in_child([*flags, "--restart"], ("os.replace", 1)) == -signal.SIGKILL
+    assert (Path("run/ckpt.pt").read_bytes(), Path("run/log.jsonl").read_bytes()) == before
+    # killed between the new checkpoint and the new log
+    assert train_in_child([*flags, "--restart", "--lr=1"], ("os.replace", 2)) == -signal.SIGKILL
+    train.main([*flags, "--lr=1"])
+    assert lines_of("run")[0]["lr"] == 1.0
+    assert len(lines_of("run")) == 1 + 3
+
+
+def test_two_programs_do_not_write_to_one_folder(capfd):
     Path("run").mkdir()
-    with train.FileLock("run/lock"):
+    with FileLock("run/lock"):
         assert train_in_child([*TOY, "--out=run"]) == 1
+    assert "another program is training in run" in capfd.readouterr().err
     assert not Path("run/log.jsonl").exists()
+
+
+def test_a_folder_that_was_moved_is_not_written_to(capfd):
+    def move_and_begin_another():
+        os.rename("run", "old")
+        train.main([*TOY, "--steps=2", "--lr=1", "--out=run"])
+
+    place = ("train.training_step", 7)
+    assert train_in_child([*TOY, "--out=run"], place, move_and_begin_another) == 1
+    assert "run was moved or deleted" in capfd.readouterr().err
+    assert lines_of("run")[0]["lr"] == 1.0
+    assert [record["step"] for record in lines_of("run")[1:]] == [0, 1, 2]
+
+
+def test_output_that_cannot_show_a_sample_does_not_stop_a_run(story):
+    """As on Windows, where `> log.txt` has the code page of the country."""
+    flags = [*TOY, "--steps=4", story, "--out=run"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-c", "import sys, model, train, common\n"
+               "train.sample_text = lambda *args: 'Größe \\ufffd'\n"
+               "common.cli(lambda: train.main(sys.argv[1:]))", *flags]
+    said = subprocess.run(command, env=environment | {"PYTHONPATH": str(TOP)}, capture_output=True)
+    assert said.returncode == 0, said.stderr
+    assert b"Gr\\xf6\\xdfe" in said.stdout
+    assert GPT.load("run/ckpt.pt").extra["step"] == 4
+
+
+# arms of one's own
+
+
+class Sharp(Softmax):
+    """Overrides maps alone: the fused form and the step that it inherits know nothing of it."""
+
+    def maps(self, q, k, rope, log_D):
+        A = super().maps(q, k, rope, log_D) ** 2
+        return A / A.sum(-1, keepdim=True)
+
+
+class SlowSharp(Sharp):
+    fast = Attention.fast
+    prefill = Attention.prefill
+    step = Attention.step
+
+
+class OnlyMaps(Attention):
+    maps = Softmax.maps
+
+
+class OnlyForward(Attention):
+    """A whole layer of one's own, as one would paste it, and with dropout."""
+
+    def forward(self, x, rope=None):
+        q, k, v, _ = self.project(x)
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return torch.nn.functional.dropout(self.output(y), 0.5, self.training)
+
+
+@pytest.mark.parametrize("arm", [SlowSharp, OnlyMaps, OnlyForward])
+def test_an_arm_of_ones_own_trains_and_samples_what_it_says(arm, story, monkeypatch):
+    monkeypatch.setitem(ATTENTION, "mine", arm)
+    train.main([*TOY, "--attn=mine", "--steps=4", story, "--out=run"])
+    model = GPT.load("run/ckpt.pt")
+    assert not model.training
+    idx = torch.randint(257, (2, 40))
+    tokens = torch.stack(list(model.generate(idx[:, :5], 20, temperature=0)), dim=1)
+    whole = torch.cat((idx[:, :5], tokens), dim=1)
+    for t in range(20):
+        assert torch.equal(model(whole[:, : 5 + t])[0][:, -1].argmax(-1), tokens[:, t])
+    # what is evaluated in training is what is loaded, without dropout
+    _, val, _, _ = load_data(Path("story.txt"))
+    config = one_run(*TOY, "--attn=mine", story)
+    config.vocab_size = 257
+    assert train.evaluate(model, val, config) == pytest.approx(model.extra["val_loss"], abs=1e-6)
+
+
+def test_an_arm_whose_forms_differ_is_refused(monkeypatch):
+    monkeypatch.setitem(ATTENTION, "sharp", Sharp)
+    for flags in ([], ["--no-flash"]):
+        with pytest.raises(ModelError, match="attn=sharp: the form that trains and its"):
+            train.main([*TOY, "--attn=sharp", *flags, "--out=run"])
+    assert not Path("run/log.jsonl").exists()
+
+
+def test_a_mistake_in_an_arm_of_ones_own_has_its_traceback(monkeypatch, capfd):
+    class Forgets(Softmax):
+        def project(self, x):
+            q, k, v, _ = super().project(x)
+            return q, k, v
+
+    monkeypatch.setitem(ATTENTION, "forgets", Forgets)
+    assert train_in_child([*TOY, "--attn=forgets", "--out=run"]) == 1
+    said = capfd.readouterr().err
+    assert "Traceback" in said
+    assert "not enough values to unpack" in said
 
 
 # several runs, several processes
 
 
 def test_a_comparison_goes_on_where_it_stopped():
-    flags = [*TOY, "--steps=8", "--attn=softmax,linear", "--seed=1,2", "--out=."]
-    third_run = ("train.training_step", 2 * 8 + 6)
-    assert train_in_child(flags, third_run) == -signal.SIGKILL
+    flags = [*TOY, "--steps=8", "--attn=softmax,linear", "--out=both"]
+    second_run = ("train.training_step", 8 + 6)
+    assert train_in_child(flags, second_run) == -signal.SIGKILL
     losses = train.main(flags)
-    alone = [*TOY, "--steps=8", "--attn=softmax", "--seed=2", "--out=alone"]
-    assert train.main(alone) == losses[2:3]
-    (third,) = Path().glob("softmax-*seed2")
-    assert_same_run(third, "alone")
+    alone = [*TOY, "--steps=8", "--attn=linear", "--out=alone"]
+    assert train.main(alone) == losses[1:]
+    assert_same_run("both/linear", "alone")
+
+
+def test_no_arm_is_trained_if_the_folder_of_another_one_is_taken():
+    train.main([*TOY, "--steps=2", "--attn=diff", "--out=both/diff"])
+    with pytest.raises(UserError, match="both/diff is another run's: steps is 2 there and 24 here"):
+        train.main([*TOY, "--attn=softmax,diff", "--out=both"])
+    assert not Path("both/softmax").exists()
+
+
+def test_a_rank_without_torchrun_is_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(UserError, match="RANK=1, but WORLD_SIZE=1"):
+        train.main([*TOY, "--out=run"])
 
 
 def test_two_processes_give_the_losses_of_one():

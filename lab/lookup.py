@@ -1,0 +1,803 @@
+"""
+What does the subtraction buy? A look-up among pairs, on which a model trains in seconds.
+
+    python -m lab.lookup            # three models and their pictures: a minute or two
+    python -m lab.lookup softmax    # the experiment on softmax: hours on one core
+    python -m lab.lookup linear     # the experiment on linear attention: more hours
+    python -m lab.lookup publish    # tables, data and figures of the arms that are finished
+
+`softmax` and `linear` add a row for each run to out/lookup/runs.jsonl, and go on where they were
+stopped. The two can run side by side, but not one of them twice. What came of it, and what we had
+predicted, stands in lab/results/lookup. (Its weights.png is the second picture of --seed=3.)
+
+The task. A text is N pairs and then 8 queries. A pair is one token: the embedding of its key plus
+that of its value. A query is a key's embedding plus one that says "query", and the answer is the
+key's value. There are 4 N keys and 2 N values, and no positions. The model is one block of model.py
+with 64 channels. Some texts have a crowd: m of the pairs share one value. The queries ask for pairs
+outside the crowd, and all of these have different values.
+
+We train on plain texts, whose values are all different, and test on texts with a crowd. So the
+crowd can't teach the model anything: we see what other pairs do to a model that can find a pair.
+(A few comparisons train with crowds, as our first experiment did: see lab/README.md.)
+
+The law. Let a map give the weight c to every wrong pair and r to the right one. A crowd of m pairs
+has the weight m c together, so it outvotes the right one from m = r / c on. If the right logit of a
+softmax map is tau, and those of wrong pairs are 0, then r / c = e^tau. (A cap of tau allows logits
+down to -tau, but many wrong keys can't all point away from one query.) A minus that takes u away
+from every pair moves this border to (r - u) / (c - u), and from u = c on no crowd outvotes. For the
+average, u is lambda over the number of tokens. A second map may take less from the right pair.
+"""
+import argparse
+import math
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import model
+from common import UserError, cli, commit, device_name, path, random_seed
+from lab import report
+from lab.sweep import Cache, best_rate
+from lab.text import shift
+
+QUERIES = 8
+CHANNELS = 64
+BATCH = 32
+WARMUP = 50
+CURVE_EVERY = 500  # steps between two points of a learning curve
+TEST_TEXTS = 512  # texts of each crowd in a test
+LONG_CROWDS = (64, 256, 1024, 4096)  # beside the N pairs, in texts longer than those of training
+CHOOSE_ON = (1, 2)  # the seeds that choose the rate of an arm
+CHOOSE_STEPS = 2000  # longer runs have the rate that is best for so many steps
+SEEDS = (3, 4, 5, 6, 7)  # the seeds that are reported
+START_RATE = 3e-3
+# the arms that are shown, and the rates that `softmax` chose for one head and tau = 2
+SHOWN = {"softmax": 4.5e-3, "softmax minus average": 2e-3, "diff": 2e-3}
+
+# -----------------------------------------------------------------------------
+# the task and its texts
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the arms of a comparison share. The defaults are those of the linear arms."""
+
+    pairs: int = 64
+    tau: float | None = None  # the largest logit of a softmax map. None: no cap
+    heads: int = 2  # of values. A differential arm has two maps for each of them
+    two_tokens: bool = False  # key and value are two tokens, and each token sees the one before it
+    steps: int = 8000
+    crowd_in_training: bool = False
+    # or "1", or "1 in tests": then lambda is learned in training, and an arm of one map is trained
+    # as it is, and reads the tests minus the average
+    lambda_is: str = "learned"
+
+
+def softmax_task(tau, heads=1, **more):
+    return Task(tau=tau, heads=heads, steps=1500, **more)
+
+
+@dataclass
+class Texts:
+    """B texts of N pairs, in the order in which they were drawn: the crowd comes first.
+
+    The queries ask for the last QUERIES pairs.
+    """
+
+    key: torch.Tensor  # (B, N), from 0
+    value: torch.Tensor  # (B, N), from 0
+    rank: torch.Tensor  # (B, N), random numbers. In the text the pairs stand in their order
+
+    def without(self, m):
+        """The same texts without the first m pairs. Without positions there is no gap."""
+        return Texts(self.key[:, m:], self.value[:, m:], self.rank[:, m:])
+
+    def answer(self):
+        """(B, QUERIES)"""
+        return self.value[:, -QUERIES:]
+
+
+def make_texts(generator, B, N, m=0, more=0):
+    """B texts of N pairs: m in a crowd, and the others with different values.
+
+    `more` pairs are added to them. They share another value, and their keys are drawn, with
+    repetition, from those that the N pairs don't have.
+    """
+    assert m <= N - QUERIES, "no query asks for a pair in the crowd"
+    keys = torch.rand(B, 4 * N, generator=generator).argsort(-1)  # all of them, shuffled
+    values = torch.rand(B, 2 * N, generator=generator).argsort(-1)
+    free = torch.randint(N, 4 * N, (B, more), generator=generator)
+    added = values[:, N : N + 1].expand(B, more)
+    crowd = values[:, :1].expand(B, m)
+    return Texts(
+        key=torch.cat((keys.gather(1, free), keys[:, :N]), dim=1),
+        value=torch.cat((added, crowd, values[:, m:N]), dim=1),
+        rank=torch.rand(B, more + N, generator=generator),
+    )
+
+
+def test_texts(N, m=0, more=0, B=TEST_TEXTS, agree=True):
+    """The same texts for all models, and none was trained on them.
+
+    agree=False: the crowd's pairs keep the different values that were drawn for them.
+    """
+    generator = torch.Generator().manual_seed(2 * 10**6 + more if more > 0 else 10**6 + m)
+    return make_texts(generator, B, N, m if agree else 0, more)
+
+
+def crowds(N, arm):
+    """The sizes of the crowd in a test: many for softmax, where the law tells the border."""
+    if arm in SOFTMAX:
+        return [0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48]
+    return [0, N // 8, N // 4, N // 2, 3 * N // 4]
+
+
+# -----------------------------------------------------------------------------
+# the arms. For softmax and for linear attention there are one map, the sum of two, one map minus
+# the average, and the difference of two. Two other linear maps have weights that can be negative
+
+
+def capped(attention):
+    """Queries and keys have one length, so that no logit is larger than tau."""
+
+    class Capped(attention):
+        def project(self, x):
+            q, k, v, lam = super().project(x)
+            tau = self.config.tau
+            if tau is not None:
+                # the average has queries of zeros, and they stay zeros
+                q = tau * math.sqrt(self.head_dim) * F.normalize(q, dim=-1)
+                k = F.normalize(k, dim=-1)
+            return q, k, v, lam
+
+    return Capped
+
+
+def summed(difference):
+    """(A_1 + |lambda| A_2) / (1 + |lambda|): two maps, and no minus. A softmax row sums to 1."""
+
+    class Sum(difference):
+        def subtract(self, y, lam):
+            return super().subtract(y, -lam.abs()) / (1 + lam.abs())
+
+    return Sum
+
+
+class Signed(model.Attention):
+    """The dot product q k itself. It has either sign, so it can't be divided by its row's sum."""
+
+    def maps(self, q, k, rope, log_D):
+        return q @ k.mT / math.sqrt(self.head_dim) * log_D.exp()
+
+
+class Delta(model.Attention):
+    """The delta rule (DeltaNet, arXiv 2406.06484) as a map.
+
+    q and k have length one, and a token writes into the state S only what a look-up of its key does
+    not give already:
+
+        u_t = beta_t (v_t - S_t-1 k_t)      S_t = S_t-1 + u_t k_t^T      y_t = S_t q_t
+
+    So (1 + L) U = beta V with L_ts = beta_t k_t k_s for s < t, and A = (q k) (1 + L)^-1 beta.
+    """
+
+    def __init__(self, config, depth):
+        super().__init__(config, depth)
+        self.beta = nn.Linear(config.n_embd, config.n_head, bias=False)
+        # model.py leaves beta as it is here. initial_seed is the seed of the GPT
+        generator = torch.Generator().manual_seed(torch.initial_seed())
+        std = 1 / math.sqrt(3 * config.n_embd)
+        nn.init.normal_(self.beta.weight, std=std, generator=generator)
+
+    def project(self, x):
+        """Each key has its token's beta as one more channel, since `maps` needs both."""
+        q, k, v, lam = super().project(x)
+        beta = torch.sigmoid(self.beta(x)).mT[..., None]  # (B, H, T, 1)
+        return F.normalize(q, dim=-1), torch.cat((F.normalize(k, dim=-1), beta), dim=-1), v, lam
+
+    def maps(self, q, k, rope, log_D):
+        k, beta = k.split([self.head_dim, 1], dim=-1)
+        L = (beta * (k @ k.mT)).tril(-1)  # (B, H, T, T)
+        A = q @ k.mT * log_D.exp()
+        # unitriangular: the ones of 1 + L need not be there
+        A = torch.linalg.solve_triangular(L, A, upper=False, left=False, unitriangular=True)
+        return A * beta.mT
+
+
+ARMS = {
+    "softmax": capped(model.Softmax),
+    "softmax sum": capped(summed(model.Diff)),
+    "softmax minus average": capped(model.SoftmaxAverage),
+    "diff": capped(model.Diff),
+    "linear": model.Linear,
+    "linear sum": summed(model.DiffLinear),
+    "linear minus average": model.LinearAverage,
+    "diff_linear": model.DiffLinear,
+    "signed": Signed,
+    "delta": Delta,
+}
+SOFTMAX = list(ARMS)[:4]
+LINEAR = list(ARMS)[4:]
+
+# -----------------------------------------------------------------------------
+# the model
+
+
+@dataclass
+class ReaderConfig(model.GPTConfig):
+    """The settings of model.py and the cap."""
+
+    tau: float | None = None  # see capped
+    flash: bool = False  # the arms are written as maps, and not all of them have the other forms
+
+
+class Reader(model.GPT):
+    """One block that reads texts of pairs. It computes the rows of the queries only.
+
+    held_lambda: a number, or None for the learned lambda.
+    """
+
+    def __init__(self, arm, task, seed, held_lambda=None):
+        name = f"lookup {arm}"
+        model.ATTENTION[name] = ARMS[arm]
+        config = ReaderConfig(
+            attn=name,
+            n_layer=1,
+            n_head=task.heads * ARMS[arm].heads_per_value,
+            n_embd=CHANNELS,
+            subln=True,  # all arms have an output norm
+            vocab_size=6 * task.pairs + 1,  # 4 N keys, 2 N values, and the mark of a query
+            rope_theta=0,
+            tau=task.tau,
+        )
+        super().__init__(config, seed)
+        self.arm = arm
+        self.task = task
+        self.held_lambda = held_lambda
+
+    def get_lambda(self):
+        """None where nothing is subtracted."""
+        learned = self.blocks[0].attn.lambda_full()
+        if self.held_lambda is None:
+            return learned
+        assert learned is not None, f"{self.arm} has no lambda to hold"
+        return torch.full_like(learned, self.held_lambda)
+
+    def tokens(self, texts):
+        """The embedded texts, (B, T, C): a token for each pair, or two, and one for each query."""
+        N = texts.key.shape[1]
+        order = texts.rank.argsort(-1)  # which pair stands at each place
+        asked = texts.key[:, -QUERIES:]
+        value = 4 * self.task.pairs + texts.value  # the rows behind those of the keys
+        mark = torch.full_like(asked, 6 * self.task.pairs)
+        key = self.wte(torch.cat((texts.key.gather(1, order), asked), dim=1))
+        value_or_mark = self.wte(torch.cat((value.gather(1, order), mark), dim=1))
+        if not self.task.two_tokens:
+            return key + value_or_mark
+        pairs = torch.stack((key[:, :N], value_or_mark[:, :N]), dim=2).flatten(1, 2)  # (B, 2 N, C)
+        queries = key[:, N:] + value_or_mark[:, N:]
+        return torch.cat((pairs, queries), dim=1)
+
+    def look_up(self, x):
+        """What the queries take from each of the tokens x (B, T, C), and the values of all tokens.
+
+        These are the last rows of the map, (B, h, QUERIES, T), and V, (B, h, T, d_v).
+        """
+        layer = self.blocks[0].attn
+        x = self.blocks[0].norm1(x)
+        if self.task.two_tokens:
+            x = shift(x)
+        q, k, v, _ = layer.project(x)
+        q = q[:, :, -QUERIES:]
+        position = torch.arange(x.shape[1])
+        distance = position[-QUERIES:, None] - position  # (QUERIES, T)
+        log_D = model.log_mask(layer.decay_rate(q), distance)
+        rope = model.make_rope(position[:1], layer.config, x.dtype)  # it turns nothing: theta is 0
+        return layer.subtract(layer.maps(q, k, rope, log_D), self.get_lambda()), v
+
+    def forward(self, texts):
+        """The logits of the values at the queries, (B, QUERIES, 2 N)."""
+        block = self.blocks[0]
+        x = self.tokens(texts)
+        A, v = self.look_up(x)
+        x = x[:, -QUERIES:] + block.attn.output(A @ v)
+        x = x + block.mlp(block.norm2(x))
+        # the embedding is also the output layer, as in the GPT, but only values can be answers
+        N = self.task.pairs
+        return self.norm(x) @ self.wte.weight[4 * N : 6 * N].T
+
+
+def with_lambda(reader, number):
+    """The same weights with lambda held at a number. One map is then read minus the average."""
+    arm = reader.arm + (" minus average" if reader.arm in ("softmax", "linear") else "")
+    held = Reader(arm, reader.task, seed=None, held_lambda=number)
+    held.load_state_dict(reader.state_dict(), strict=False)  # one map has no lambda to load
+    return held
+
+
+# -----------------------------------------------------------------------------
+# training and testing
+
+
+def train_reader(arm, task, lr, seed, bar=False):
+    """A trained Reader and its learning curve. Every step has new texts, the same for all arms."""
+    torch.set_num_threads(1)  # a model this small has nothing to share
+    reader = Reader(arm, task, seed, held_lambda=1.0 if task.lambda_is == "1" else None)
+    parameters = list(reader.parameters())
+    optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0, fused=True)
+    generator = torch.Generator().manual_seed(seed)
+    curve = []
+    for step in tqdm(range(task.steps), arm, unit=" steps", mininterval=1, disable=not bar):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(1, (step + 1) / WARMUP) * (1 - step / task.steps)
+        m = 0
+        if task.crowd_in_training:
+            # one m for the whole batch: a text does not know the crowds of the others anyway
+            m = int(torch.randint(3 * task.pairs // 4 + 1, (), generator=generator))
+        texts = make_texts(generator, BATCH, task.pairs, m)
+        loss = F.cross_entropy(reader(texts).flatten(0, 1), texts.answer().flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        if (step + 1) % CURVE_EVERY == 0:
+            point = dict(step=step + 1)
+            for size in (0, task.pairs // 2):
+                test_loss, accuracy = test_on(reader, test_texts(task.pairs, size, B=128))
+                point |= {f"loss {size}": test_loss, f"accuracy {size}": accuracy}
+            curve.append(point)
+    return reader, curve
+
+
+@torch.no_grad()
+def test_on(reader, texts):
+    """(loss, share of right answers) on these texts. The loss of a run that diverged is inf."""
+    logits = reader(texts)
+    loss = F.cross_entropy(logits.flatten(0, 1), texts.answer().flatten()).item()
+    if not math.isfinite(loss):
+        loss = math.inf
+    return loss, (logits.argmax(-1) == texts.answer()).float().mean().item()
+
+
+@torch.no_grad()
+def weights_of_pairs(reader, texts):
+    """What each query takes from each pair, (B, heads, QUERIES, N), in the order of drawing."""
+    A, _ = reader.look_up(reader.tokens(texts))
+    place = texts.rank.argsort(-1).argsort(-1)  # where each pair stands
+    if reader.task.two_tokens:
+        place = 2 * place + 1  # that of the value, which sees the key
+    return A.gather(-1, place[:, None, None].expand(*A.shape[:3], -1))
+
+
+def largest_is_right(reader, texts):
+    """For each head, the share of the queries' rows in which the right pair weighs most."""
+    weights = weights_of_pairs(reader, texts)
+    right = torch.arange(weights.shape[-1])[-QUERIES:]
+    return (weights.argmax(-1) == right).float().mean((0, 2)).tolist()
+
+
+def test_reader(reader):
+    """What the row of a run says of its tests."""
+    N = reader.task.pairs
+    losses = {}
+    accuracy = {}
+    hidden = {}  # without the crowd's pairs: is the model right once they are gone?
+    long = {}
+    for m in crowds(N, reader.arm):
+        texts = test_texts(N, m)
+        losses[str(m)], accuracy[str(m)] = test_on(reader, texts)
+        _, hidden[str(m)] = test_on(reader, texts.without(m))
+    if not reader.task.two_tokens:  # the T x T numbers of the delta rule would not fit into memory
+        for more in LONG_CROWDS:
+            _, long[str(more)] = test_on(reader, test_texts(N, more=more, B=32))
+    found = dict(accuracy=accuracy, accuracy_hidden=hidden, accuracy_long=long, losses=losses)
+    found["loss"] = fmean(loss for m, loss in losses.items() if m != "0")
+    found["largest_is_right"] = largest_is_right(reader, test_texts(N, N // 4, B=128))
+    return found
+
+
+def train_and_test(arm, task, lr, seed, bar=False):
+    """A trained Reader, as it reads the tests, and the JSON row of its run."""
+    start = time.process_time()  # of this process, whatever else the machine does
+    reader, curve = train_reader(arm, task, lr, seed, bar)
+    row = dict(arm=arm, **asdict(task), lr=lr, seed=seed)
+    lam = reader.get_lambda()
+    row["lambda"] = None if lam is None else lam.item()
+    if task.lambda_is == "1 in tests":
+        row["lambda"] = row["lambda"] or 0.0  # one map was trained without a minus
+        reader = with_lambda(reader, 1.0)
+    row |= test_reader(reader)
+    row |= dict(curve=curve, seconds=round(time.process_time() - start, 1))
+    row |= dict(machine=device_name(torch.device("cpu")), commit=commit())
+    return reader, row
+
+
+# -----------------------------------------------------------------------------
+# the experiment: each arm at its own best rate, chosen on plain texts
+
+TAUS = (2.0, 1.5, 2.5, 3.0, 3.5)
+FEW_TAUS = (2.0, 3.5, None)
+SUBTRACT = ["softmax minus average", "diff"]
+SUBTRACT_LINEAR = ["linear minus average", "diff_linear"]
+# the comparisons: a task, and the arms
+EXPERIMENTS = {}
+EXPERIMENTS["softmax"] = [
+    *[(softmax_task(tau), SOFTMAX) for tau in (*TAUS, None)],
+    *[(softmax_task(2.0, heads=heads), ["softmax"]) for heads in (2, 4)],
+    *[(softmax_task(tau, lambda_is="1 in tests"), ["softmax", *SUBTRACT]) for tau in FEW_TAUS],
+    *[(softmax_task(tau, lambda_is="1"), SUBTRACT) for tau in FEW_TAUS],
+]
+EXPERIMENTS["linear"] = [
+    (Task(), LINEAR),
+    (Task(steps=2000), LINEAR),
+    (Task(pairs=128), LINEAR),
+    (Task(pairs=128, steps=2000), LINEAR),
+    (Task(two_tokens=True, steps=2000), LINEAR[:4]),
+    (Task(pairs=128, lambda_is="1 in tests"), SUBTRACT_LINEAR),
+    (Task(two_tokens=True, steps=2000, lambda_is="1 in tests"), SUBTRACT_LINEAR),
+    (Task(lambda_is="1 in tests"), ["linear", *SUBTRACT_LINEAR]),
+    (Task(lambda_is="1"), ["linear minus average"]),
+    # the first experiment had the other arms, see lab/README.md
+    (Task(steps=2000, crowd_in_training=True), ["linear minus average"]),
+    (Task(pairs=128, steps=2000, crowd_in_training=True), ["linear minus average"]),
+    (softmax_task(1.0, heads=2, crowd_in_training=True), ["softmax minus average"]),
+]
+# the questions about linear maps, fixed before the first run: differences of the mean loss on texts
+# with a crowd. Those of 64 pairs and 8,000 steps decide
+CONTRASTS = [
+    ("diff_linear", "linear sum"),
+    ("linear minus average", "linear"),
+    ("diff_linear", "linear minus average"),
+]
+CONTRAST_LEVEL = 0.983  # of their intervals. 1 - 0.05 / 3: together they have an error of 5 %
+
+
+def run_once(arm, lr, seed, **settings):
+    """The row of a run whose Task has these settings."""
+    return train_and_test(arm, Task(**settings), lr, seed)[1]
+
+
+def run_arm(cache, arm, task):
+    """The rows of an arm: its rate by the loss on plain texts on CHOOSE_ON, then SEEDS."""
+
+    def row(task, lr, seed):
+        found = cache.run(run_once, **asdict(task), arm=arm, lr=lr, seed=seed)
+        accuracy = " ".join(f"{m}:{a:.3f}" for m, a in found["accuracy"].items())
+        print(f"  {arm}, {task.steps} steps, lr {lr:g}, seed {seed}: {accuracy}", flush=True)
+        return found
+
+    choosing = replace(task, steps=min(task.steps, CHOOSE_STEPS))
+    if task.lambda_is == "1 in tests":
+        choosing = replace(choosing, lambda_is="learned")  # the models are the same
+
+    def plain_loss(lr, seed):
+        return row(choosing, lr, seed)["losses"]["0"]
+
+    lr = best_rate(plain_loss, START_RATE, CHOOSE_ON, factor=1.5)
+    return [row(task, lr, seed) for seed in SEEDS]
+
+
+def reported(rows, task, arms):
+    """The rows of a task by arm and by seed, without the arms that lack a seed.
+
+    Their "task" is its settings in words.
+    """
+    settings = asdict(task)
+    name = ", ".join(f"{key} {value}" for key, value in settings.items() if value)
+    found = []
+    for arm in arms:
+        wanted = settings | dict(arm=arm)
+        by_seed = {row["seed"]: row for row in rows if wanted.items() <= row.items()}
+        if set(SEEDS) <= set(by_seed):
+            found += [by_seed[seed] | dict(task=name) for seed in SEEDS]
+    return found
+
+
+def border(row):
+    """The law's border: the crowd at which half of the answers are right.
+
+    It lies between two sizes that were tested, on a straight line. 0 if fewer are right without a
+    crowd, and inf if no crowd of the test is that large.
+    """
+    points = [(int(m), accuracy) for m, accuracy in row["accuracy"].items()]
+    if points[0][1] < 0.5:
+        return 0.0
+    for (m, more), (next_m, fewer) in zip(points, points[1:]):
+        if fewer < 0.5:
+            return m + (more - 0.5) / (more - fewer) * (next_m - m)
+    return math.inf
+
+
+# -----------------------------------------------------------------------------
+# tables and figures, of rows as `reported` gives them
+
+
+def side_by_side(column):
+    """One cell for all seeds."""
+    return " ".join(f"{number:.3g}" for number in column.dropna())
+
+
+def accuracy_table(runs, what="accuracy", by=("task", "arm")):
+    """A row for each task and arm: the per cent of right answers by the size of the crowd."""
+    import pandas as pd
+
+    frame = pd.DataFrame([row for row in runs if row[what]])  # there may be no long texts
+    percent = 100 * pd.DataFrame(list(frame[what])).add_prefix("m = ")
+    groups = percent.round().groupby([frame[key] for key in by], sort=False)
+    return groups.agg(side_by_side).reset_index()
+
+
+def summary_table(runs):
+    """The rate of each arm, losses, border, lambda, and how often the right pair leads."""
+    import pandas as pd
+
+    frame = pd.DataFrame(runs)
+    frame["plain loss"] = [row["losses"]["0"] for row in runs]
+    frame["right pair leads"] = [fmean(row["largest_is_right"]) for row in runs]
+    frame["half right at"] = [border(row) for row in runs]
+    groups = frame.groupby(["task", "arm"], sort=False)
+    means = groups[["lr", "plain loss", "loss", "right pair leads"]].mean()
+    return means.join(groups[["half right at", "lambda"]].agg(side_by_side)).reset_index()
+
+
+def contrast_table(runs):
+    """The contrasts of each task, with intervals of CONTRAST_LEVEL."""
+    import pandas as pd
+
+    frame = pd.DataFrame(runs)
+    frame["arm"] += ", " + frame["task"]
+    pairs = []
+    for task in frame["task"].unique():
+        pairs += [(f"{arm}, {task}", f"{base}, {task}") for arm, base in CONTRASTS]
+    there = [pair for pair in pairs if set(pair) <= set(frame["arm"])]
+    table = report.plus_minus(report.compare(frame, there, CONTRAST_LEVEL), "difference")
+    return table.assign(base=[base.split(",")[0] for base in table["base"]])
+
+
+GREEN = "#009E73"
+ORANGE = "#D55E00"
+GREY = "#AAAAAA"
+# the name of an arm in a figure, its colour and its line
+LOOKS = {
+    "softmax": ("one map", "#0072B2", "-"),
+    "softmax sum": ("sum of two", "#56B4E9", "--"),
+    "softmax minus average": ("minus average", GREEN, "-"),
+    "diff": ("difference", ORANGE, "--"),
+    "signed": ("signed", GREY, "-."),
+    "delta": ("delta rule", "black", "-."),
+}
+LOOKS |= {arm: LOOKS[twin] for arm, twin in zip(LINEAR, SOFTMAX)}
+
+
+def draw_accuracy(ax, runs, what="accuracy", said="", line=None):
+    """Right answers by the size of the crowd: thin for a seed, thick for the mean of an arm."""
+    import pandas as pd
+
+    for arm, group in pd.DataFrame(runs, columns=["arm", what]).groupby("arm", sort=False):
+        name, color, own_line = LOOKS[arm]
+        curves = 100 * pd.DataFrame(list(group[what]))  # a row for each seed
+        sizes = [int(m) for m in curves.columns]
+        ax.plot(sizes, curves.T, color=color, linewidth=0.8, alpha=0.5)
+        ax.plot(sizes, curves.mean(), line or own_line, color=color, linewidth=2.5,
+                label=name + said)
+    ax.set(xlabel="pairs that share a value", ylim=(-3, 103))
+
+
+def draw_border(ax, tau):
+    """The crowd that outvotes, by the law."""
+    ax.axvline(math.exp(tau), color="black", linestyle=":")
+    ax.text(math.exp(tau) + 1, 50, f"$e^{{{tau:g}}}$ = {math.exp(tau):.1f}")
+
+
+def crowd_figure(rows):
+    """Right answers by the size of the crowd."""
+    figure, axes = report.new_figure(columns=2, width=9, height=6, sharey=True)
+    draw_accuracy(axes[0], reported(rows, softmax_task(2.0), SOFTMAX))
+    draw_accuracy(axes[1], reported(rows, Task(), LINEAR))
+    draw_border(axes[0], tau=2.0)
+    axes[0].set(title="softmax, logits up to 2", ylabel="right answers, %")
+    axes[1].set(title="linear attention")
+    handles = {}  # an arm of softmax looks like its twin in linear attention
+    for ax in axes:
+        handles |= dict(zip(*reversed(ax.get_legend_handles_labels())))
+    figure.legend(handles.values(), handles, loc="outside upper center", ncols=3, frameon=False)
+    return figure
+
+
+def law_figure(rows):
+    """The crowd that outvotes a model against the cap of its logits, beside e^tau."""
+    figure, (ax,) = report.new_figure(width=6, height=5)
+    largest = max(crowds(64, "softmax"))
+    above = largest + 4  # where a model is drawn that no crowd outvotes
+    line = [1.4 + 0.05 * i for i in range(46)]
+    ax.plot(line, [math.exp(tau) for tau in line], ":", color="black", label=r"$e^\tau$")
+    # which models, how far beside the cap they are drawn, and how
+    kinds = [
+        ("softmax", 1, 0.0, "o"),
+        ("softmax", 2, 0.1, "v"),
+        ("softmax", 4, 0.2, "*"),
+        ("softmax minus average", 1, -0.06, "s"),
+        ("diff", 1, 0.06, "^"),
+    ]
+    for arm, heads, beside, marker in kinds:
+        name, color, _ = LOOKS[arm]
+        label = name if heads == 1 else f"{heads} heads"
+        x = []
+        y = []
+        for tau in TAUS:
+            for row in reported(rows, softmax_task(tau, heads), [arm]):
+                x.append(tau + beside)
+                y.append(min(border(row), above))
+        ax.plot(x, y, marker, color=color, markersize=9, alpha=0.6, label=label)
+    ax.axhline(largest, color=GREY, linewidth=0.8)
+    ax.text(1.4, above + 2.5, f"not outvoted by {largest}")
+    ax.set(xlabel="largest logit τ", ylabel="half are right at", ylim=(0, 60))
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+    return figure
+
+
+def long_figure(rows):
+    """Right answers in texts longer than those of the training, by the learned lambda and by 1."""
+    figure, axes = report.new_figure(columns=3, width=9, height=6, sharey=True)
+    panels = [
+        ("softmax, τ = 2", softmax_task(2.0), ["softmax", *SUBTRACT]),
+        ("softmax, no cap", softmax_task(None), ["softmax", *SUBTRACT]),
+        ("linear", Task(), ["linear", *SUBTRACT_LINEAR]),
+    ]
+    for ax, (title, task, arms) in zip(axes, panels):
+        learned = reported(rows, task, arms)
+        held = reported(rows, replace(task, lambda_is="1 in tests"), arms)
+        draw_accuracy(ax, learned, "accuracy_long", line=":")
+        draw_accuracy(ax, held, "accuracy_long", ", λ = 1", line="-")
+        ax.set(title=title, xlabel="")
+        ax.set_xscale("log", base=2)
+        ax.set_xticks([64, 512, 4096], ["64", "512", "4,096"])
+    axes[0].set(ylabel="right answers, %")
+    axes[1].set(xlabel="agreeing pairs, added to the 64")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False)
+    return figure
+
+
+def weights_figure(readers, N, m):
+    """Why: what one query takes from each value of a text, and from the same text when m agree.
+
+    readers: {arm or another title: a trained Reader with one head}.
+    """
+    figure, axes = report.new_figure(2, len(readers), width=9, height=7, sharex=True, sharey=True)
+    for column, (title, reader) in enumerate(readers.items()):
+        axes[column].set_title(LOOKS[title][0] if title in LOOKS else title)
+        for agree in (False, True):
+            weights = weights_of_pairs(reader, test_texts(N, m, agree=agree))
+            ax = axes[column + agree * len(readers)]
+            draw_weights(ax, weights[0, 0, 0].tolist(), m, agree)  # of the first query
+    axes[0].set_ylabel("none agree")
+    axes[len(readers)].set_ylabel(f"{m} agree")
+    return figure
+
+
+def draw_weights(ax, weights, m, agree):
+    """The weight of each pair: the right one green, and orange the m of the crowd."""
+    right = len(weights) - QUERIES
+    numbers = {right: weights[right]}
+    ax.bar(range(m, len(weights)), weights[m:], 1, color=GREY)
+    ax.bar(right, weights[right], 3, color=GREEN)
+    if agree:
+        numbers[m / 2] = sum(weights[:m])  # they have one value, so they add up
+        ax.bar(m / 2, numbers[m / 2], 5, color=ORANGE)
+    else:
+        ax.bar(range(m), weights[:m], 1, color=ORANGE)
+    for x, weight in numbers.items():
+        said = round(weight, 2) + 0.0  # 0.0 and not -0.0
+        ax.text(x, max(weight, 0) + 0.005, f"{said:.2f}", ha="center")
+    ax.axhline(0, color="black", linewidth=0.8)
+    ax.set_xticks([])
+    ax.margins(y=0.1)
+    ax.locator_params(axis="y", nbins=4)
+
+
+# -----------------------------------------------------------------------------
+# the verbs
+
+
+def experiment(comparisons, out):
+    """Trains all that these comparisons need, and writes a row for each run."""
+    cache = Cache(out / "runs.jsonl")
+    for task, arms in comparisons:
+        print(task, flush=True)
+        for arm in arms:
+            run_arm(cache, arm, task)
+
+
+def publish(out):
+    """Writes the tables, the data and the figures of all arms that are finished.
+
+    They are lookup.md, lookup.json, lookup.png (right answers by the crowd), law.png (the border by
+    the cap) and long.png (longer texts).
+    """
+    rows = Cache(out / "runs.jsonl").rows
+    runs = []
+    for task, arms in EXPERIMENTS["softmax"] + EXPERIMENTS["linear"]:
+        runs += reported(rows, task, arms)
+    if not runs:
+        raise UserError(f"no arm of {out / 'runs.jsonl'} is finished: there is nothing to publish")
+    tables = {
+        f"Contrasts of the loss, ± half of a {CONTRAST_LEVEL:.1%} interval": contrast_table(runs),
+        "Right answers, %, by the crowd m": accuracy_table(runs),
+        "The same without the crowd's pairs": accuracy_table(runs, "accuracy_hidden"),
+        "m agreeing pairs beside the others": accuracy_table(runs, "accuracy_long"),
+        "Rates, losses, borders, lambdas": summary_table(runs),
+    }
+    conditions = {
+        "seeds": f"rates chosen on {CHOOSE_ON}, these are {SEEDS}, side by side in a cell",
+        "precision": "float32",
+        "machine": "; ".join(sorted({row["machine"] for row in rows if "machine" in row})),
+    }
+    command = "python -m lab.lookup publish"  # --out says nothing about the runs
+    figure = crowd_figure(rows)
+    report.publish(out, "lookup", "The look-up", tables, rows, conditions, figure, command)
+    law_figure(rows).savefig(out / "law.png")
+    long_figure(rows).savefig(out / "long.png")
+
+
+def demo(out, seed):
+    """Trains three models with one head and logits up to 2, and shows what a crowd does to them."""
+    task = softmax_task(2.0)
+    runs = []
+    readers = {}
+    for arm, lr in SHOWN.items():
+        readers[arm], row = train_and_test(arm, task, lr, seed, bar=True)
+        runs.append(row)
+    table = accuracy_table(runs, by=["arm"])
+    tables = {"Right answers in per cent, where m of the pairs agree": table}
+    figure, (ax,) = report.new_figure(width=6, height=4.5)
+    draw_accuracy(ax, runs)
+    draw_border(ax, task.tau)
+    ax.set(ylabel="right answers, %")
+    ax.legend(loc="center right")
+    conditions = {
+        "task": f"{task.pairs} pairs a text; guessing finds 1 %",
+        "trained on": f"texts in which no pairs agree, {task.steps} steps, seed {seed}",
+    }
+    title = "A look-up among 64 pairs, when some of the others agree"
+    report.publish(out, "demo", title, tables, runs, conditions, figure)
+    weights_figure(readers, task.pairs, 16).savefig(out / "demo_weights.png")
+    print(f"the picture is {out}/demo.png, the data {out}/demo.json, and {out}/demo_weights.png "
+          "shows the weights behind it")
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(
+        prog="python -m lab.lookup",
+        description=__doc__.partition("\nThe task.")[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    p.add_argument("verb", nargs="?", choices=(*EXPERIMENTS, "publish"),
+                   help="without one: see it in a minute")
+    p.add_argument("--seed", type=random_seed, default=1, help="of the models without a verb (1)")
+    p.add_argument("--out", type=path, default=Path("out/lookup"),
+                   help="folder for all of it (out/lookup)")
+    args = p.parse_args(argv)
+    if args.verb == "publish":
+        publish(args.out)
+        return
+    try:  # now, and not behind the training
+        args.out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=args.out).close()
+    except OSError as e:
+        raise UserError(f"--out={args.out} can't be written: {e.strerror}") from None
+    if args.verb is None:
+        demo(args.out, args.seed)
+    else:
+        experiment(EXPERIMENTS[args.verb], args.out)
+
+
+if __name__ == "__main__":
+    cli(main)

@@ -1,0 +1,446 @@
+"""
+Trains arms on text, each at its own best learning rate, and compares them.
+
+    python -m lab.text toy                         # 22 rows, some 250 runs
+    python -m lab.text toy --rows="softmax,diff*"  # these now, the others another time
+    python -m lab.text toy --publish               # train nothing, show what is there
+
+The tables are toy (decay, the norm, the difference), average (one map minus the plain average),
+controls (what decay and the minus bring), table6 (of the paper) and gpt2 (the plan for an H100,
+see lab/results/gpt2/plan.md). Stop it whenever you like, the same command goes on. Start it twice
+with other --rows to use more cores.
+
+Half of the heads: a differential arm has half as many heads as softmax, so "2 heads" gives one map
+as many. A row is a name and its flags for train.py. For another one, edit the table.
+"""
+import argparse
+import fnmatch
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from common import UserError, cli, path
+from lab import report, sweep
+from model import ATTENTION, Attention, DiffV2, Linear, LinearAverage, Softmax, SoftmaxAverage
+
+# -----------------------------------------------------------------------------
+# arms that are controls. Nobody is meant to use them for anything else
+
+
+class OneShortHead(Linear):
+    """Linear attention whose first head has a span of 4 tokens. The others never forget."""
+
+    def decay_rate(self, x):
+        rate = torch.zeros_like(super().decay_rate(x))  # 0: gamma is 1
+        rate[0] = 1 / 4
+        return rate
+
+
+def shift(x):
+    """x (B, T, C), with the second half of the channels from the token before."""
+    half = x.shape[-1] // 2
+    before = F.pad(x, (0, 0, 1, 0))[:, :-1]
+    return torch.cat((x[..., :half], before[..., half:]), dim=-1)
+
+
+class TokenShift:
+    """Attention that sees the token before without looking for it."""
+
+    def project(self, x):
+        return super().project(shift(x))
+
+    # a fast step sees one token only. These see all of them
+    prefill = Attention.prefill
+    step = Attention.step
+    fixed_state = False
+
+
+class ShiftLinear(TokenShift, Linear):
+    pass
+
+
+class ShiftSoftmax(TokenShift, Softmax):
+    pass
+
+
+class MinusMatched(DiffV2):
+    """(A_1 - lambda A_2) / (1 - lambda): its rows sum to 1, as those of one map do."""
+
+    def subtract(self, y, lam):
+        return super().subtract(y, lam) / (1 - lam)
+
+
+class PlusMatched(DiffV2):
+    """(A_1 + lambda A_2) / (1 + lambda): two maps, rows that sum to 1, and no minus."""
+
+    def subtract(self, y, lam):
+        return super().subtract(y, -lam) / (1 + lam)
+
+
+class DiffFactor:
+    """One map whose norm is followed by the factor 1 - lambda_init of diff, layer by layer."""
+
+    def make_lambda(self, depth):
+        super().make_lambda(depth)
+        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)
+
+
+class FactorSoftmax(DiffFactor, Softmax):
+    pass
+
+
+class FactorSoftmaxAverage(DiffFactor, SoftmaxAverage):
+    pass
+
+
+class FactorLinear(DiffFactor, Linear):
+    pass
+
+
+class FactorLinearAverage(DiffFactor, LinearAverage):
+    pass
+
+
+ARMS = {
+    "linear_one_short_head": OneShortHead,
+    "linear_shift": ShiftLinear,
+    "softmax_shift": ShiftSoftmax,
+    "diff_v2_minus_matched": MinusMatched,
+    "diff_v2_plus_matched": PlusMatched,
+    "softmax_factor": FactorSoftmax,
+    "softmax_average_factor": FactorSoftmaxAverage,
+    "linear_factor": FactorLinear,
+    "linear_average_factor": FactorLinearAverage,
+}
+ATTENTION.update(ARMS)  # --attn of train.py knows them, and so does GPT.load
+
+# -----------------------------------------------------------------------------
+# the tables. Rows are {name: flags of train.py}. A comparison says what is asked, in which row, and
+# against which one. A name that is in two tables is the same row in both: its runs are shared
+
+
+def and_decay(rows):
+    """The rows without decay, and the same with it."""
+    return rows | {f"{name} + decay": f"{flags} --decay" for name, flags in rows.items()}
+
+
+def ask_with_decay(comparisons):
+    """The comparisons without decay, and the same with it."""
+    more = [(f"{what}, with decay", f"{row} + decay", f"{base} + decay")
+            for what, row, base in comparisons]
+    return comparisons + more
+
+
+TOY = {
+    "softmax": "--attn=softmax",
+    "softmax 2 heads": "--attn=softmax --n_head=2",
+    "softmax 2 heads norm": "--attn=softmax --n_head=2 --subln",
+    "diff": "--attn=diff",
+    "diff no norm": "--attn=diff --no-subln",
+    "linear": "--attn=linear",
+    "linear 2 heads": "--attn=linear --n_head=2",
+    "linear 2 heads norm": "--attn=linear --n_head=2 --subln",
+    "diff_linear": "--attn=diff_linear",
+    "diff_linear no norm": "--attn=diff_linear --no-subln",
+    "diff_v2": "--attn=diff_v2",
+}
+TOY_COMPARISONS = [
+    ("diff as in the paper", "diff", "softmax"),
+    ("the difference alone: heads alike, no norm", "diff no norm", "softmax 2 heads"),
+    ("the difference and its factor: heads, norm alike", "diff", "softmax 2 heads norm"),
+    ("the norm of diff", "diff", "diff no norm"),
+    ("the norm of one map", "softmax 2 heads norm", "softmax 2 heads"),
+    ("half the heads in softmax", "softmax 2 heads", "softmax"),
+    ("DIFF V2, parameters alike", "diff_v2", "softmax"),
+    ("linear instead of softmax", "linear", "softmax"),
+    ("diff_linear", "diff_linear", "linear"),
+    ("the difference alone: heads, state alike", "diff_linear no norm", "linear 2 heads"),
+    ("the difference and its factor: heads, norm alike", "diff_linear", "linear 2 heads norm"),
+    ("the norm of diff_linear", "diff_linear", "diff_linear no norm"),
+    ("the norm of one linear map", "linear 2 heads norm", "linear 2 heads"),
+    ("half the heads in linear", "linear 2 heads", "linear"),
+]
+
+# one map minus lambda times the plain average of the values: all heads and no norm, as --attn has
+# it, and like the differential arm, which has half the heads, and a norm with a factor behind it
+AVERAGE = {
+    "softmax": TOY["softmax"],
+    "softmax minus average": "--attn=softmax_average",
+    "softmax like diff": "--attn=softmax_factor --n_head=2 --subln",
+    "softmax like diff minus average": "--attn=softmax_average_factor --n_head=2 --subln",
+    "diff": TOY["diff"],
+    "diff no norm": TOY["diff no norm"],
+    "linear": TOY["linear"],
+    "linear minus average": "--attn=linear_average",
+    "linear like diff": "--attn=linear_factor --n_head=2 --subln",
+    "linear like diff minus average": "--attn=linear_average_factor --n_head=2 --subln",
+    "diff_linear": TOY["diff_linear"],
+    "diff_linear no norm": TOY["diff_linear no norm"],
+}
+AVERAGE_COMPARISONS = [
+    ("minus the average", "softmax minus average", "softmax"),
+    ("the same like diff", "softmax like diff minus average", "softmax like diff"),
+    ("a second map, all else alike", "diff", "softmax like diff"),
+    ("a second map in its place", "diff", "softmax like diff minus average"),
+    ("a second map in its place, no norm", "diff no norm", "softmax minus average"),
+    ("minus the average", "linear minus average", "linear"),
+    ("the same like diff_linear", "linear like diff minus average", "linear like diff"),
+    ("a second map, all else alike", "diff_linear", "linear like diff"),
+    ("a second map in its place", "diff_linear", "linear like diff minus average"),
+    ("a second map in its place, no norm", "diff_linear no norm", "linear minus average"),
+]
+
+LARGE = "--embd_init=0.2"  # an embedding that starts four times as large
+CONTROLS = {
+    "softmax": TOY["softmax"],
+    "softmax + decay": "--attn=softmax --decay",
+    "linear": TOY["linear"],
+    "linear + decay": "--attn=linear --decay",
+    "diff_v2": TOY["diff_v2"],
+    "softmax 2 heads": TOY["softmax 2 heads"],
+    "softmax 2 heads norm": TOY["softmax 2 heads norm"],
+    "diff": TOY["diff"],
+    "diff no norm": TOY["diff no norm"],
+    "linear one short head": "--attn=linear_one_short_head --decay",
+    "linear token shift": "--attn=linear_shift",
+    "linear token shift + decay": "--attn=linear_shift --decay",
+    "linear no rotation": "--attn=linear --rope_theta=0",
+    "linear no rotation + decay": "--attn=linear --rope_theta=0 --decay",
+    "softmax token shift": "--attn=softmax_shift",
+    "softmax norm": "--attn=softmax --subln",
+    "softmax 2 heads small norm": "--attn=softmax --n_head=2 --subln --subln_init=0.2",
+    "diff small norm": "--attn=diff --subln_init=0.2",
+    "softmax large embedding": f"--attn=softmax {LARGE}",
+    "softmax 2 heads large embedding": f"--attn=softmax --n_head=2 {LARGE}",
+    "softmax 2 heads norm large embedding": f"--attn=softmax --n_head=2 --subln {LARGE}",
+    "diff large embedding": f"--attn=diff {LARGE}",
+    "diff no norm large embedding": f"--attn=diff --no-subln {LARGE}",
+    "diff_v2 minus matched": "--attn=diff_v2_minus_matched",
+    "diff_v2 plus matched": "--attn=diff_v2_plus_matched",
+}
+CONTROL_COMPARISONS = [
+    ("decay in all heads", "linear + decay", "linear"),
+    ("decay in one of 4 heads, span 4 tokens", "linear one short head", "linear"),
+    ("a token shift: half of each token is the one before", "linear token shift", "linear"),
+    ("token shift: with decay", "linear token shift + decay", "linear token shift"),
+    ("no rotary embedding", "linear no rotation", "linear"),
+    ("no rotary embedding: with decay", "linear no rotation + decay", "linear no rotation"),
+    ("decay", "softmax + decay", "softmax"),
+    ("a token shift", "softmax token shift", "softmax"),
+    ("a norm", "softmax norm", "softmax"),
+    ("a norm: 2 heads", "softmax 2 heads norm", "softmax 2 heads"),
+    ("a norm that starts at 0.2: 2 heads", "softmax 2 heads small norm", "softmax 2 heads"),
+    ("the norm of diff", "diff", "diff no norm"),
+    ("the norm of diff, starting at 0.2", "diff small norm", "diff no norm"),
+    ("the difference and its factor, norms start at 0.2",
+     "diff small norm", "softmax 2 heads small norm"),
+    ("diff, its norm starts at 0.2", "diff small norm", "softmax"),
+    ("a norm, large embedding: 2 heads",
+     "softmax 2 heads norm large embedding", "softmax 2 heads large embedding"),
+    ("the norm of diff, large embedding", "diff large embedding", "diff no norm large embedding"),
+    ("the difference and its factor, large embedding",
+     "diff large embedding", "softmax 2 heads norm large embedding"),
+    ("diff, large embedding", "diff large embedding", "softmax large embedding"),
+    ("a large embedding", "softmax large embedding", "softmax"),
+    ("a large embedding: 2 heads", "softmax 2 heads large embedding", "softmax 2 heads"),
+    ("a large embedding: 2 heads, norm",
+     "softmax 2 heads norm large embedding", "softmax 2 heads norm"),
+    ("a large embedding in diff", "diff large embedding", "diff"),
+    ("a large embedding in diff, no norm", "diff no norm large embedding", "diff no norm"),
+    ("DIFF V2", "diff_v2", "softmax"),
+    ("DIFF V2, rows sum to 1", "diff_v2 minus matched", "softmax"),
+    ("a plus, rows sum to 1", "diff_v2 plus matched", "softmax"),
+    ("minus instead of plus", "diff_v2 minus matched", "diff_v2 plus matched"),
+]
+
+TABLE_6 = {
+    "softmax": TOY["softmax"],
+    "softmax 2 heads": TOY["softmax 2 heads"],
+    "softmax 2 heads norm": TOY["softmax 2 heads norm"],
+    "diff": TOY["diff"],
+    "diff no norm": TOY["diff no norm"],
+    "diff lambda_init 0.8": "--attn=diff --lambda_init=0.8",
+    "diff lambda_init 0.5": "--attn=diff --lambda_init=0.5",
+}
+
+# the first five rows are the first group of the plan
+GPT2 = {
+    "softmax": "--attn=softmax",
+    "softmax minus average": "--attn=softmax_average",
+    "diff": "--attn=diff",
+    "linear": "--attn=linear",
+    "diff_linear": "--attn=diff_linear",
+    "diff_v2": "--attn=diff_v2",
+    "linear minus average": "--attn=linear_average",
+    "softmax 6 heads": "--attn=softmax --n_head=6",
+    "softmax like diff minus average": "--attn=softmax_average_factor --n_head=6 --subln",
+    "linear 6 heads norm + decay": "--attn=linear --n_head=6 --subln --decay",
+    "linear minus average + decay": "--attn=linear_average --decay",
+    "diff_linear + decay": "--attn=diff_linear --decay",
+    "softmax 6 heads + decay": "--attn=softmax --n_head=6 --decay",
+    "softmax minus average + decay": "--attn=softmax_average --decay",
+}
+GPT2_COMPARISONS = [
+    ("does the paper's gain come", "diff", "softmax"),
+    ("is it the average's?", "diff", "softmax minus average"),
+    ("what the average alone brings", "softmax minus average", "softmax"),
+    ("does the difference rescue linear attention?", "diff_linear", "linear"),
+    ("DIFF V2", "diff_v2", "softmax"),
+    ("diff_linear with decay: heads, state, norm alike",
+     "diff_linear + decay", "linear 6 heads norm + decay"),
+    ("half the heads", "diff", "softmax 6 heads"),
+    ("a second map or the average, like diff", "diff", "softmax like diff minus average"),
+    ("the average in linear attention", "linear minus average", "linear"),
+    ("a second linear map or the average", "diff_linear", "linear minus average"),
+]
+
+
+class Table(NamedTuple):
+    title: str
+    flags: str  # what all rows share
+    rows: dict
+    comparisons: list
+    out: Path = Path("out/text")  # tables of the same size share their runs
+    lr: float = 2e-3  # the rate that is tried first
+    choose_on: tuple = (1, 2)  # the seeds that choose a row's rate
+    seeds: tuple = (3, 4, 5, 6, 7)  # and those that are reported
+
+
+SMALL = "--preset=toy --eval_every=250"
+TABLES = {
+    "toy": Table(
+        "What matters on text: decay, the norm, the difference?",
+        SMALL,
+        and_decay(TOY),
+        ask_with_decay(TOY_COMPARISONS) + [("decay", f"{row} + decay", row) for row in TOY],
+    ),
+    "average": Table(
+        "Does one map minus the average do what the difference of two maps does?",
+        SMALL,
+        and_decay(AVERAGE),
+        ask_with_decay(AVERAGE_COMPARISONS),
+    ),
+    "controls": Table(
+        "Why does decay help, and does the minus matter?", SMALL, CONTROLS, CONTROL_COMPARISONS
+    ),
+    "table6": Table(
+        "Which part of diff does what? Table 6 of the paper",
+        SMALL,
+        TABLE_6,
+        [("", row, "softmax") for row in TABLE_6 if row != "softmax"],
+    ),
+    "gpt2": Table(
+        "What does the difference gain at the size of GPT-2?",
+        "--preset=gpt2",
+        GPT2,
+        GPT2_COMPARISONS,
+        out=Path("out/gpt2"),
+        lr=1.5e-3,
+        choose_on=(1,),
+        seeds=(2, 3, 4),
+    ),
+}
+
+# -----------------------------------------------------------------------------
+# what is published
+
+
+def losses_table(runs):
+    """A row for each arm: its size, its rate, and its loss over the seeds."""
+    table = report.plus_minus(report.means(runs), "mean")
+    first = runs.groupby("arm", sort=False).first()
+    table.insert(1, "parameters", first["parameters"].tolist())
+    table.insert(2, "lr", first["lr"].tolist())
+    return table.rename(columns={"mean": "val loss"})
+
+
+def differences_table(runs, comparisons):
+    """What each comparison comes to, where both of its rows are there."""
+    there = set(runs["arm"])
+    asked = [c for c in comparisons if there.issuperset(c[1:])]
+    found = report.compare(runs, [(row, base) for _, row, base in asked])
+    table = report.plus_minus(found, "difference")
+    table.insert(0, "what is asked", [what for what, _, _ in asked])
+    return table
+
+
+def rates_table(runs, order):
+    """The mean loss of each row at each rate that was tried, on the seeds that chose."""
+    table = runs.pivot_table("loss", "arm", "lr").reindex(order)
+    return table.rename(columns="{:g}".format).reset_index()
+
+
+def numbers(values):
+    return ", ".join(map(str, values))
+
+
+def publish(name, table, runs, out):
+    """Tables, figure and data of the finished rows: <out>/<name>.md, .png and .json."""
+    for what in ("data_sha256", "dtype", "steps", "total_batch"):
+        if runs[what].nunique() > 1:
+            problem = f"the runs in {out} differ in {what}, so they are not compared"
+            raise UserError(f"{problem}: choose another --out")
+    reported = runs[runs["reported"]]
+    choosing = runs[~runs["reported"]]
+    head = runs.iloc[0]
+    unit = "nats per byte" if head["tokenizer"] == "bytes" else "nats per token"
+    losses = losses_table(reported)
+    differences = differences_table(reported, table.comparisons)
+    rates = rates_table(choosing, losses["arm"])
+    tables = {
+        f"Final val loss, {unit}": losses,
+        f"Differences, {unit}": differences,
+        f"Val loss by rate, on the seeds that chose it, {unit}": rates,
+    }
+    conditions = {
+        "machine": head["device_name"],
+        "torch": head["torch"],
+        "precision": head["dtype"],
+        "data": head["data"],
+        "length": f"{head['steps']:,} steps of {head['total_batch']:,} tokens",
+        "seeds": f"{numbers(table.seeds)} reported, {numbers(table.choose_on)} chose the rates",
+        "±": "half of a 95 % interval: Student's t for a mean, Welch's for a difference",
+        "commit of the runs": numbers(sorted(set(map(str, runs["commit"])))),
+    }
+    figure, (ax,) = report.new_figure(width=9, height=2 + 0.45 * len(losses))
+    report.dots(ax, reported, report.means(reported))
+    ax.set(xlabel=f"val loss, {unit}")
+    report.publish(out, name, table.title, tables, runs.to_dict("records"), conditions, figure)
+
+
+def pick(rows, patterns):
+    """The rows whose name fits one of the patterns. UserError for a pattern that fits none."""
+    picked = []
+    for pattern in patterns.split(","):
+        fitting = fnmatch.filter(rows, pattern.strip())
+        if not fitting:
+            raise UserError(f"--rows={pattern} is not a row. There are: {', '.join(rows)}")
+        picked += fitting
+    return {name: rows[name] for name in rows if name in picked}
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(
+        prog="python -m lab.text",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    p.add_argument("table", choices=TABLES)
+    p.add_argument("--rows", default="*", help="a comma list of rows, * stands for anything (all)")
+    p.add_argument("--out", type=path, help="folder of runs and results (out/text, out/gpt2)")
+    p.add_argument("--publish", action="store_true", help="train nothing, publish what is there")
+    args = p.parse_args(argv)
+    report.need("pandas")
+    table = TABLES[args.table]
+    rows = {name: f"{table.flags} {flags}" for name, flags in pick(table.rows, args.rows).items()}
+    out = args.out or table.out
+    runs = sweep.run_rows(rows, out, table.lr, table.choose_on, table.seeds, args.publish)
+    publish(args.table, table, runs, out)
+
+
+if __name__ == "__main__":
+    cli(main)
