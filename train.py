@@ -306,7 +306,7 @@ def check_folder(config, info):
         return
     checkpoint = read_checkpoint(path)
     there = checkpoint.get("run")
-    if not isinstance(there, dict) or not isinstance(checkpoint.get("step"), int):
+    if not isinstance(there, dict) or not {"step", "val_loss", "optimizer"} <= checkpoint.keys():
         raise UserError(f"{path} is not of train.py: take another --out, or --restart discards it")
     names = [f.name for f in fields(Config) if f.metadata.get("identity", True)]
     differences = []
