@@ -1,0 +1,190 @@
+"""The changed heads are what their equations say, and the lists have what they claim."""
+import random
+
+import pytest
+import torch
+
+from common import UserError
+from data import get_tokenizer
+from lab import crowd
+from lab.sweep import Cache
+from model import GPT, GPTConfig, make_rope
+
+# (kind, strength, sink_out)
+CHANGES = [
+    ("average", 0.5, True), ("average", 1, False), ("average_kept_sum", 0.75, True),
+    ("average_kept_sum", 0.25, False), ("louder", 0.5, None), ("own", 0.5, None),
+]  # fmt: skip
+CHOSEN = [[0, 1], [1, 0], [1, 3]]
+
+
+def tokenizer():
+    """One whose tokens are all bytes, and some words, as in the checkpoint of a model."""
+    tokens = [chr(byte) for byte in range(256)]
+    rng = random.Random(0)
+    for _ in range(400):
+        word = "".join(rng.choices("abcdefgh", k=5))
+        for whole in (" " + word, word.capitalize()):
+            tokens += [whole[:n] for n in range(2, len(whole) + 1)]
+    tokens += [" -", " ->"]
+    ranks = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
+    special = {"<|endoftext|>": len(ranks)}
+    return dict(pattern=r" ?[a-zA-Z]+| ?[^\sa-zA-Z]+|\s", tokens=ranks, special_tokens=special)
+
+
+@pytest.fixture
+def tiny():
+    """A checkpoint with random weights, in the folder of the test."""
+    words = tokenizer()
+    vocab_size = len(words["tokens"]) + 1
+    config = GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=64, vocab_size=vocab_size)
+    GPT(config).save("ckpt.pt", tokenizer=words)
+    return crowd.load("ckpt.pt")
+
+
+def expected_map(A, kind, s, sink_out):
+    """The changed map by its equation, entry by entry."""
+    T = A.shape[-1]
+    changed = A.clone()
+    for i in range(T):
+        past = list(range(1 if sink_out else 0, i + 1))
+        if not past:
+            continue  # the first token has no mean
+        U = torch.zeros(T)
+        U[past] = 1 / len(past)
+        own = torch.zeros(T)
+        own[i] = 1
+        changed[i] = {
+            "average": A[i] - s * U,
+            "average_kept_sum": (A[i] - s * U) / (1 - s),
+            "louder": A[i] + s * A[i],
+            "own": A[i] - s * own,
+        }[kind]
+    return changed
+
+
+@pytest.mark.parametrize("kind, strength, sink_out", CHANGES)
+def test_a_changed_head_is_its_equation_and_the_others_are_untouched(
+    tiny, kind, strength, sink_out
+):
+    model, _ = tiny
+    layer = model.blocks[1].attn
+    x = 3 * torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        usual = layer.map(x)
+        crowd.set_change(model, CHOSEN, kind, strength, sink_out)
+        changed = layer.map(x)
+        q, k, v, lam = layer.project(x)
+        rope = make_rope(torch.arange(20), model.config, x.dtype)
+        y = layer.fast(q, k, v, lam, rope)
+    for head in range(4):
+        expected = usual[:, head]
+        if head in (0, 3):
+            expected = torch.stack([expected_map(A, kind, strength, sink_out) for A in expected])
+        else:
+            assert torch.equal(changed[:, head], usual[:, head])
+        torch.testing.assert_close(changed[:, head], expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(y[:, head], expected @ v[:, head], rtol=0, atol=1e-5)
+    if kind == "average_kept_sum":
+        torch.testing.assert_close(changed.sum(-1), torch.ones(2, 4, 20))
+
+
+def test_a_changed_model_differs_where_it_should_and_samples_what_it_reads(tiny):
+    model, _ = tiny
+    idx = torch.randint(300, (2, 20), generator=torch.Generator().manual_seed(0))
+    original = GPT.load("ckpt.pt")
+    with torch.inference_mode():
+        assert torch.equal(model(idx)[0], original(idx)[0])
+        crowd.set_change(model, CHOSEN, "average", 0.5, True)
+        changed = model(idx)[0]
+        assert not torch.allclose(changed, original(idx)[0], atol=1e-3)
+        _, state = model.prefill(idx[:, :-1], room=20)
+        torch.testing.assert_close(model.step(idx[:, -1:], state), changed, rtol=0, atol=1e-5)
+        crowd.set_change(model, [], "none", 0, None)
+        assert torch.equal(model(idx)[0], original(idx)[0])
+
+
+def test_another_arm_is_refused():
+    GPT(GPTConfig("diff", n_layer=1, n_head=2, n_embd=32, vocab_size=257)).save("ckpt.pt")
+    with pytest.raises(UserError, match="made for softmax"):
+        crowd.load("ckpt.pt")
+
+
+@pytest.mark.parametrize("style", crowd.LINES)
+@pytest.mark.parametrize("place", ["any", "before", "after"])
+@pytest.mark.parametrize("pairs, m", [(32, 0), (32, 16), (32, 28), (64, 60)])
+def test_a_list_is_what_it_claims(style, place, pairs, m):
+    enc = get_tokenizer(tokenizer())
+    names, words = crowd.find_words(enc)
+    assert not {name.lower() for name in names} & set(words)
+    settings = dict(pairs=pairs, crowd=m, place=place, style=style)
+    idx, rights, crowd_words, places = crowd.make_batch(enc, (names, words), range(3), **settings)
+    for number in range(3):
+        text, right, crowd_lines, _ = crowd.make_list(names, words, number, **settings)
+        lines = text.split("\n")
+        shown, question = lines[pairs + 1 : -1], lines[-1]
+        pair = [line.replace(" ->", ":").split(": ") for line in lines[:pairs]]
+        assert len({name for name, _ in pair}) == pairs
+        assert question in (f"{pair[right][0]}:", f"{pair[right][0]} ->")
+        # only the crowd agrees, and it is nowhere in the examples
+        wrong = {pair[line][1] for line in crowd_lines}
+        assert len(crowd_lines) == m and len(wrong) == (m > 0)
+        assert len({word for _, word in pair}) == pairs - max(0, m - 1)
+        assert lines[pairs] == "" and len(shown) == 3
+        for line in shown:
+            assert lines.index(line) not in [right, *crowd_lines]
+        if m and place == "before":
+            assert right < min(crowd_lines)
+        if m and place == "after":
+            assert right > max(crowd_lines)
+
+        # the places of the words in idx
+        tokens = idx[number].tolist()
+        assert len(tokens) == 4 * pairs + 1 + 4 * 3 + 2
+        assert enc.decode([rights[number].item()]) == " " + pair[right][1]
+        assert tokens[places[number][0]] == rights[number]
+        crowd_at = {i for i, token in enumerate(tokens) if token == crowd_words[number]}
+        assert set(places[number][1]) == crowd_at
+
+
+def test_lists_of_one_number_differ_in_the_crowd_alone():
+    names, words = crowd.find_words(get_tokenizer(tokenizer()))
+    alone, right, _, _ = crowd.make_list(names, words, 5)
+    beside, right_beside, crowd_lines, _ = crowd.make_list(names, words, 5, crowd=16)
+    assert right == right_beside
+    for i, (a, b) in enumerate(zip(alone.split("\n"), beside.split("\n"))):
+        assert a == b or i in crowd_lines
+    assert crowd.make_list(names, words, 5)[0] == alone
+    assert crowd.make_list(names, words, 6)[0] != alone
+    assert crowd.make_list(names, words, 5, seed=crowd.SEED_OF_CHOICE)[0] != alone
+
+
+def test_votes_are_weights_of_the_last_row(tiny):
+    model, enc = tiny
+    batch = crowd.make_batch(enc, crowd.find_words(enc), [0], pairs=8, crowd=4)
+    found = crowd.votes(model, batch)
+    idx, _, _, [(right, crowd_at)] = batch
+    with torch.inference_mode():
+        x, _ = model.embed(idx)
+        A = model.blocks[0].attn.map(model.blocks[0].norm1(x))[0, :, -1]
+    torch.testing.assert_close(torch.tensor(found["r"][0]), A[:, right], rtol=0, atol=1e-4)
+    c = A[:, crowd_at].sum(-1)
+    torch.testing.assert_close(torch.tensor(found["c"][0]), c, rtol=0, atol=1e-4)
+    assert found["wins"][0] == (c > A[:, right]).float().tolist()
+
+
+def test_a_run_that_goes_on_repeats_nothing(tiny, monkeypatch):
+    change = crowd.condition("lookup", "average", 0.5)
+    short = [("votes", 10, crowd.make_cell(4, pairs=8)), ("text", 0, dict(tokens=16) | change)]
+    short.append(("lists", 20, crowd.make_cell(4, change, pairs=8)))
+    monkeypatch.setattr(crowd, "cells", lambda: short)
+    monkeypatch.setattr(crowd, "N_LOOKUP", 3)
+    monkeypatch.setattr(crowd, "read_text", lambda enc: (torch.arange(300), ""))
+    crowd.main(["--ckpt=ckpt.pt", "--out=crowd"])
+    rows = Cache("crowd/runs.jsonl").rows
+    assert [row["what"] for row in rows] == ["heads", "votes", "text", "lists", "lists"]
+    assert len(rows[3]["logp"]) == crowd.BATCH
+    for name in ("choose_heads", "answer", "votes", "text_loss"):
+        monkeypatch.delattr(crowd, name)
+    crowd.main(["--ckpt=ckpt.pt", "--out=crowd"])
+    assert Cache("crowd/runs.jsonl").rows == rows
