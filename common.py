@@ -1,17 +1,7 @@
 """
-What every program here needs: flags from a dataclass, the last line of defence, the device.
+What every program here needs: flags, one line for a user's mistake, the device, a run's folder.
 
-    @dataclass
-    class Config:
-        steps: int = flag(500, "optimizer steps")
-
-    def main(argv=None):
-        config = Config(**parse_flags(Config, argv, "What the program does."))
-
-    if __name__ == "__main__":
-        cli(main)
-
-torch is imported where it is used: prepare_fineweb.py does without.
+torch is imported where it is used, because prepare_fineweb.py does without.
 """
 import argparse
 import json
@@ -38,8 +28,8 @@ class UserError(ValueError):
 def flag(default, help, **more):
     """A field of a dataclass of settings, which is also a flag of the command line.
 
-    more: choices and type, as argparse knows them, or many=True for a list like a,b,c. Anything
-    else, like identity=False in train.py, is for the program itself.
+    more: choices and type, as argparse knows them, many=True for a list like a,b,c, or what the
+    program itself looks at, like identity in train.py.
     """
     return field(default=default, metadata=dict(help=help, **more))
 
@@ -99,8 +89,8 @@ TYPES = {int: positive, float: number, str: str, Path: path}
 def parse_flags(cls, argv=None, description=None, presets=None):
     """The flags that a command line gives, as a dict: cls(**parse_flags(cls)) has all settings.
 
-    cls is a dataclass. Its fields with a help text, see flag(), are the flags.
-    presets: {name: the defaults that differ}, for --help.
+    cls: a dataclass, whose fields made by flag() are the flags. presets: {name: the defaults that
+    differ}, for --help.
     """
     parser = argparse.ArgumentParser(
         usage="%(prog)s [--flag=value ...]    (--help lists the flags)",
@@ -113,11 +103,11 @@ def parse_flags(cls, argv=None, description=None, presets=None):
         if "help" not in f.metadata:
             continue  # not a flag
         options = {"help": f.metadata["help"]}
-        defaults = {"default": f.default}
+        defaults = {}
         for name, preset in (presets or {}).items():
             defaults[name] = preset.get(f.name, f.default)
-        if presets:
-            del defaults["default"]
+        if all(value == f.default for value in defaults.values()):
+            defaults = {"default": f.default}
         shown = [f"{name}: {value}" for name, value in defaults.items() if value not in (None, "")]
         if shown:
             options["help"] += f" ({', '.join(shown)})"
