@@ -3,6 +3,7 @@ What agreeing wrong words do to a look-up in a pretrained model, and what a minu
 
     python -m lab.pretrained out/smollm2
     python -m lab.crowd                  # the most important first. Stop it anywhere: it goes on
+    python -m lab.crowd publish          # what it found, to lab/results/pretrained
 
 A list has N lines like `Name: word`, an empty line, three of the lines again, and a name with a
 colon. The right answer is the word of its line. m of the wrong lines, the crowd, have one word in
@@ -10,28 +11,33 @@ common. The weights of the model stay as they are: while it reads, some heads pu
 else than y = A V, see Changed. The page has the predictions: lab/results/pretrained/README.md.
 """
 import argparse
-import hashlib
+import json
+import platform
 import pydoc_data.topics
 import random
 import re
 import time
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import UserError, cli, find_checkpoint, path
+from common import UserError, cli, commit, device_name, find_checkpoint, path
 from data import get_tokenizer
+from lab.report import new_figure, to_markdown
 from lab.sweep import Cache
 from model import GPT, Attention, Softmax, upcast
 
+PAGE = Path(__file__).parent / "results/pretrained"
 LINES = {"colon": "{}: {}", "arrow": "{} -> {}"}  # each line is four tokens with its line break
 EXAMPLES = 3  # lines that stand a second time. None of them is the right one or in the crowd
 BATCH = 10  # lists that are read at a time
 N_LOOKUP = 14  # heads, of which the first two are called sharp, and the others blunt
 SEED = "reported"  # of the lists of all results
 SEED_OF_CHOICE = "choice"  # of the lists that choose the heads
+COLORS = dict(sharp="#D55E00", blunt="#0072B2")
 
 
 # -----------------------------------------------------------------------------
@@ -43,7 +49,7 @@ class Changed(Softmax):
 
         average             y_i - s u_i             A - s U
         average_kept_sum    (y_i - s u_i) / (1 - s) (A - s U) / (1 - s), whose rows sum to 1 again
-        louder              (1 + s) y_i             (1 + s) A
+        louder              (1 + s) y_i             (1 + s) A, quieter if s is below 0
         own                 y_i - s v_i             A - s I
 
     u_i is the mean of the values so far, and U the map that takes it. With sink_out they leave out
@@ -234,7 +240,7 @@ def read_text(enc):
     """A text with a known licence that everybody has: the manual in Python's help()."""
     topics = pydoc_data.topics.topics
     text = "\n\n".join(topics[name] for name in sorted(topics))
-    return torch.tensor(enc.encode(text)), hashlib.sha256(text.encode()).hexdigest()
+    return torch.tensor(enc.encode(text))
 
 
 @torch.inference_mode()
@@ -280,6 +286,7 @@ def condition(heads="none", kind="none", strength=0, sink_out=None):
 
 
 PRIMARY = [condition(), condition("lookup", "average", 0.5), condition("lookup", "louder", 0.5)]
+QUIETER = condition("lookup", "louder", -0.5)
 
 
 def other_conditions():
@@ -287,6 +294,7 @@ def other_conditions():
     for heads in ("sharp", "blunt", "random", "all"):
         found.append(condition(heads, "average", 0.5))
         found.append(condition(heads, "louder", 0.5))
+    found.append(condition("lookup", "louder", -0.25))
     found.append(condition("lookup", "own", 0.5))
     found.append(condition("lookup", "average_kept_sum", 0.5))
     found.append(condition("lookup", "average", 0.5, sink_out=False))
@@ -296,9 +304,6 @@ def other_conditions():
     found.append(condition("lookup", "average_kept_sum", 0.25))
     found.append(condition("lookup", "own", 1))
     found.append(condition("lookup", "average", 1, sink_out=False))
-    for heads in ("sharp", "blunt", "random", "all"):
-        found.append(condition(heads, "average", 1))
-        found.append(condition(heads, "louder", 1))
     return found
 
 
@@ -309,19 +314,24 @@ def cells():
             yield "lists", 300, make_cell(crowd, change)
     for change in PRIMARY:
         yield "text", 0, dict(tokens=1024) | change
+    # the minus takes from the sum of a row. Is it only that these heads should be quieter? (added
+    # when the primary contrast was known, in which louder does harm)
+    for crowd in (0, 16):
+        yield "lists", 300, make_cell(crowd, QUIETER)
+    yield "text", 0, dict(tokens=1024) | QUIETER
     for crowd in (0, 8, 16, 24, 28):
-        yield "votes", 200, make_cell(crowd)
+        yield "votes", 100, make_cell(crowd)
     for change in PRIMARY:
         for crowd in (0, 16):
             yield "lists", 60, make_cell(crowd, change, style="arrow")
-    for change in other_conditions():
-        for crowd in (0, 16):
-            yield "lists", 60, make_cell(crowd, change)
-        yield "text", 0, dict(tokens=1024) | change
     for place in ("before", "after"):
         yield "votes", 60, make_cell(16, place=place)
         for change in PRIMARY:
             yield "lists", 60, make_cell(16, change, place=place)
+    for change in other_conditions():
+        for crowd in (0, 16):
+            yield "lists", 60, make_cell(crowd, change)
+        yield "text", 0, dict(tokens=1024) | change
     for crowd in (0, 16, 32, 48, 60):
         yield "votes", 60, make_cell(crowd, pairs=64)
     for change in PRIMARY:
@@ -337,7 +347,7 @@ def make_cell(crowd, change=None, pairs=32, place="any", style="colon"):
 def run(ckpt, cache):
     model, enc = load(ckpt)
     pools = find_words(enc)
-    text, _ = read_text(enc)
+    text = read_text(enc)
 
     def heads():
         return choose_heads(model, enc, pools)
@@ -371,6 +381,274 @@ def run(ckpt, cache):
 
 
 # -----------------------------------------------------------------------------
+# the tables, the data and the figures
+
+
+def expand(rows, style):
+    """A row for each list and condition."""
+    found = []
+    for row in rows:
+        if row["what"] != "lists" or row["style"] != style:
+            continue
+        keys = ("pairs", "crowd", "place", "heads", "kind", "strength", "sink_out")
+        settings = {key: row[key] for key in keys}
+        for i in range(BATCH):
+            answers = {key: row[key][i] for key in ("right", "said_crowd", "logp")}
+            found.append(settings | answers | dict(list=row["first"] + i))
+    return found
+
+
+def mean_votes(rows):
+    """A row for each kind of list: how many, and the mean r, c and wins as (layers, H)."""
+    groups = {}
+    for row in rows:
+        if row["what"] == "votes":
+            groups.setdefault((row["pairs"], row["crowd"], row["place"]), []).append(row)
+    found = []
+    for (pairs, crowd, place), group in groups.items():
+        means = dict(pairs=pairs, crowd=crowd, place=place, lists=BATCH * len(group))
+        for name in ("r", "c", "wins"):
+            means[name] = np.mean([row[name] for row in group], axis=0).round(4).tolist()
+        found.append(means)
+    return found
+
+
+def name_of(row):
+    """A condition in one string, like "lookup average 0.5 True"."""
+    return f"{row['heads']} {row['kind']} {row['strength']:g} {row['sink_out']}"
+
+
+NO_CHANGE = name_of(condition())
+
+
+def by_list(rows, value):
+    """A data frame with a row for each list and a column for each (crowd, place, condition)."""
+    import pandas as pd
+
+    table = pd.DataFrame([row | dict(condition=name_of(row)) for row in rows])
+    columns = ["crowd", "place", "condition"]
+    return table.pivot(index="list", columns=columns, values=value)
+
+
+def gain(table, crowd, condition, base=NO_CHANGE, place="any"):
+    """The condition less the base, for each list that both have read."""
+    return (table[crowd, place, condition] - table[crowd, place, base]).dropna()
+
+
+def contrast(table, condition, base):
+    """[condition - base] beside a crowd of 16, minus the same without a crowd, for each list."""
+    return (gain(table, 16, condition, base) - gain(table, 0, condition, base)).dropna()
+
+
+@lru_cache
+def resamples(n):
+    """How often each of n lists is in each of 10,000 samples of n lists, drawn with replacement."""
+    counts = np.random.default_rng(0).multinomial(n, [1 / n] * n, size=10_000)
+    return counts.astype(float)  # else the product below would not be a fast one
+
+
+def bootstrap(x):
+    """(mean, low, high): its 95 % interval, when the lists are drawn anew. x is by list."""
+    x = np.asarray(x, dtype=float)
+    means = resamples(len(x)) @ x / len(x)
+    low, high = np.percentile(means, [2.5, 97.5])
+    return x.mean(), low, high
+
+
+def plus_minus(x):
+    mean, low, high = bootstrap(x)
+    return f"{mean:+.2f} ± {(high - low) / 2:.2f}"
+
+
+def text_gains(rows):
+    """{(tokens, condition): text loss less that of no change, the mean of the sequences}."""
+    losses = {}
+    for row in rows:
+        if row["what"] == "text":
+            losses[row["tokens"], name_of(row)] = np.mean(row["losses"])
+    return {key: loss - losses[key[0], NO_CHANGE] for key, loss in losses.items()}
+
+
+def pair_of(heads, strength=0.5):
+    """The names of the minus and of its control."""
+    minus = name_of(condition(heads, "average", strength))
+    return minus, name_of(condition(heads, "louder", strength))
+
+
+def contrast_table(rows, arrow, text):
+    """The primary contrast, and the same in the other format and in other heads."""
+    tables = {"lookup": rows, "lookup, arrow": arrow}
+    tables |= dict.fromkeys(("sharp", "blunt", "random", "all"), rows)
+    lines = []
+    for label, found in tables.items():
+        logp = by_list(found, "logp")
+        minus, louder = pair_of(label.removesuffix(", arrow"))
+        difference = contrast(logp, minus, louder)
+        line = dict(heads=label, lists=len(difference))
+        for name, change in dict(minus=minus, louder=louder).items():
+            for crowd in (0, 16):
+                line[f"{name}, m = {crowd}"] = plus_minus(gain(logp, crowd, change))
+        line["contrast"] = plus_minus(difference)
+        line["text: minus, louder"] = f"{text[1024, minus]:+.3f}, {text[1024, louder]:+.3f}"
+        lines.append(line)
+    return lines
+
+
+def condition_table(rows, text, conditions):
+    """Right answers, the crowd's word, and log p and text loss less those of no change."""
+    logp = by_list(rows, "logp")
+    right = by_list(rows, "right")
+    crowd = by_list(rows, "said_crowd")
+    lines = []
+    for change in conditions:
+        name = name_of(change)
+        lines.append({
+            "condition": name,
+            "right, m = 0": f"{right[0, 'any', name].dropna().mean():.1%}",
+            "log p, m = 0": plus_minus(gain(logp, 0, name)),
+            "right, m = 16": f"{right[16, 'any', name].dropna().mean():.1%}",
+            "crowd's word": f"{crowd[16, 'any', name].dropna().mean():.1%}",
+            "log p, m = 16": plus_minus(gain(logp, 16, name)),
+            "text loss": f"{text[1024, name]:+.3f}",
+        })  # fmt: skip
+    return lines
+
+
+def votes_table(votes, heads, pairs, place="any"):
+    """r and c of the sharp and of the blunt heads, and how often c > r."""
+    lines = []
+    for row in votes:
+        if row["pairs"] != pairs or row["place"] != place:
+            continue
+        line = dict(m=row["crowd"], lists=row["lists"])
+        for kind in ("sharp", "blunt"):
+            for name, label in dict(r="r", c="c", wins="c > r").items():
+                mean = np.mean([row[name][layer][head] for layer, head in heads[kind]])
+                line[f"{kind}: {label}"] = f"{mean:.0%}" if name == "wins" else f"{mean:.3f}"
+        lines.append(line)
+    return lines
+
+
+def votes_figure(votes, heads):
+    """A dot for each head, the right word against a crowd of 16. And how often the crowd wins."""
+    figure, (left, right) = new_figure(columns=2, width=11, height=5)
+    by_any = {row["crowd"]: row for row in votes if row["pairs"] == 32 and row["place"] == "any"}
+    r = np.array(by_any[16]["r"])
+    c = np.array(by_any[16]["c"])
+    floor = 1e-3
+    left.fill_between([floor, 1], [floor, 1], 1, color="#F3F3F3")
+    left.plot([floor, 1], [floor, 1], color="black", linewidth=1)
+    left.plot(r.clip(floor), c.clip(floor), "o", color="#BBBBBB", markersize=4)
+    for kind, color in COLORS.items():
+        layers, numbers = zip(*heads[kind])
+        label = f"{len(layers)} {kind} heads"
+        left.plot(r[layers, numbers], c[layers, numbers], "o", color=color, label=label)
+    left.text(1.3 * floor, 0.6, "the crowd wins")
+    left.set(xscale="log", yscale="log", xlim=(floor, 1.1), ylim=(floor, 1.1))
+    for axis in (left.xaxis, left.yaxis):
+        axis.set_ticks([0.001, 0.01, 0.1, 1], ["0.1", "1", "10", "100"])
+    left.set(xlabel="r, weight on the right word, %", ylabel="c, on the crowd's 16, %")
+    left.legend(loc="lower right", handletextpad=0)
+
+    for kind, color in COLORS.items():
+        percent = []
+        for row in by_any.values():
+            wins = [row["wins"][layer][head] for layer, head in heads[kind]]
+            percent.append(100 * np.mean(wins))
+        right.plot(list(by_any), percent, "o-", color=color, label=kind)
+    right.set(xticks=list(by_any), ylim=(0, 100))
+    right.set(xlabel="m, crowd among 32 lines", ylabel="c > r, % of lists and heads")
+    right.legend(loc="upper left")
+    return figure
+
+
+def contrast_figure(rows):
+    """The minus and its control, with and without a crowd: two dots with intervals each."""
+    logp = by_list(rows, "logp")
+    figure, (ax,) = new_figure(width=7, height=4.5)
+    minus, louder = pair_of("lookup")
+    for name, label, color, x in (
+        (minus, "minus the average", COLORS["sharp"], [-0.04, 0.96]),
+        (louder, "louder", "#777777", [0.04, 1.04]),
+    ):
+        found = [bootstrap(gain(logp, crowd, name)) for crowd in (0, 16)]
+        mean, low, high = np.array(found).T
+        error = [mean - low, high - mean]
+        ax.errorbar(x, mean, yerr=error, fmt="o-", capsize=4, color=color, label=label)
+    ax.axhline(0, color="black", linewidth=1)
+    ax.set_xticks([0, 1], ["no crowd", "16 agree"])
+    ax.set(ylabel="log p of the right word,\nagainst no change", xlim=(-0.4, 1.4))
+    ax.legend()
+    return figure
+
+
+def publish(rows):
+    """Prints the tables, and writes the data and the two figures."""
+    import pandas as pd
+
+    heads = next((row for row in rows if row["what"] == "heads"), None)
+    if heads is None:
+        raise UserError("nothing is finished: python -m lab.crowd")
+    lists = expand(rows, "colon")
+    arrow = expand(rows, "arrow")
+    text = text_gains(rows)
+    votes = mean_votes(rows)
+    strengths = []
+    for kind in ("average", "louder"):
+        strengths += [condition("lookup", kind, strength) for strength in (0.25, 0.5, 0.75, 1)]
+    others = [change for change in other_conditions() if change not in strengths]
+    tables = {
+        "primary": condition_table(lists, text, [*PRIMARY, QUIETER]),
+        "contrasts": contrast_table(lists, arrow, text),
+        "strengths": condition_table(lists, text, strengths),
+        "others": condition_table(lists, text, others),
+    }
+    for pairs, place in ((32, "any"), (64, "any"), (32, "before"), (32, "after")):
+        tables[f"votes, N = {pairs}, {place}"] = votes_table(votes, heads, pairs, place)
+    lengths = []
+    for (tokens, name), loss in text.items():
+        if name in pair_of("lookup"):
+            lengths.append(dict(tokens=tokens, condition=name, loss=f"{loss:+.3f}"))
+    tables["text loss by length"] = lengths
+    for title, lines in tables.items():
+        print(f"\n{title}\n\n{to_markdown(pd.DataFrame(lines))}")
+    logp = by_list(lists, "logp")
+    mean, low, high = bootstrap(contrast(logp, *pair_of("lookup")))
+    print(f"\nprimary contrast: {mean:+.3f}, 95 % from {low:+.3f} to {high:+.3f}")
+    for place in ("before", "after"):
+        gains = [plus_minus(gain(logp, 16, name, place=place)) for name in pair_of("lookup")]
+        print(f"the right line {place} the crowd: minus {gains[0]}, louder {gains[1]}")
+
+    loss_rows = []
+    for row in rows:
+        if row["what"] == "text":
+            keys = ("tokens", "heads", "kind", "strength", "sink_out", "losses")
+            loss_rows.append({key: row[key] for key in keys} | dict(loss=np.mean(row["losses"])))
+    seconds = [row["seconds"] / BATCH for row in rows if row["what"] == "lists"]
+    content = dict(
+        title="A crowd in a pretrained model",
+        command="python -m lab.crowd",
+        commit=commit(),
+        date=time.strftime("%Y-%m-%d"),
+        machine=device_name(torch.device("cpu")),
+        torch=torch.__version__,
+        python=platform.python_version(),
+        precision="lists and text bfloat16 autocast, votes float32",
+        seconds_per_list=round(float(np.median(seconds)), 3),
+        heads={name: heads[name] for name in ("lookup", "sharp", "blunt", "random", "r")},
+        rows=lists,
+        rows_arrow=arrow,
+        text=loss_rows,
+        votes=votes,
+    )
+    PAGE.mkdir(parents=True, exist_ok=True)
+    (PAGE / "pretrained.json").write_text(json.dumps(content, separators=(",", ":")) + "\n")
+    votes_figure(votes, heads).savefig(PAGE / "votes.png")
+    contrast_figure(lists).savefig(PAGE / "contrast.png")
+    print(f"-> {PAGE}")
+
+
+# -----------------------------------------------------------------------------
 
 
 def main(argv=None):
@@ -379,11 +657,15 @@ def main(argv=None):
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("verb", nargs="?", choices=["run", "publish"], default="run")
     parser.add_argument("--ckpt", type=path, default=Path("out/smollm2"), help="(out/smollm2)")
     parser.add_argument("--out", type=path, default=Path("out/crowd"), help="(out/crowd)")
     args = parser.parse_args(argv)
     cache = Cache(args.out / "runs.jsonl")
-    run(args.ckpt, cache)
+    if args.verb == "publish":
+        publish(cache.rows)
+    else:
+        run(args.ckpt, cache)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
 """The changed heads are what their equations say, and the lists have what they claim."""
+import json
 import random
 
 import pytest
@@ -179,7 +180,7 @@ def test_a_run_that_goes_on_repeats_nothing(tiny, monkeypatch):
     short.append(("lists", 20, crowd.make_cell(4, change, pairs=8)))
     monkeypatch.setattr(crowd, "cells", lambda: short)
     monkeypatch.setattr(crowd, "N_LOOKUP", 3)
-    monkeypatch.setattr(crowd, "read_text", lambda enc: (torch.arange(300), ""))
+    monkeypatch.setattr(crowd, "read_text", lambda enc: torch.arange(300))
     crowd.main(["--ckpt=ckpt.pt", "--out=crowd"])
     rows = Cache("crowd/runs.jsonl").rows
     assert [row["what"] for row in rows] == ["heads", "votes", "text", "lists", "lists"]
@@ -188,3 +189,51 @@ def test_a_run_that_goes_on_repeats_nothing(tiny, monkeypatch):
         monkeypatch.delattr(crowd, name)
     crowd.main(["--ckpt=ckpt.pt", "--out=crowd"])
     assert Cache("crowd/runs.jsonl").rows == rows
+
+
+def made_up_rows():
+    """What a finished run has in its file, with 0.5 more in log p for the minus beside a crowd."""
+    rng = random.Random(0)
+    heads = [[layer, head] for layer in range(30) for head in range(9)]
+    sets = dict(lookup=heads[:14], sharp=heads[:2], blunt=heads[2:14], random=heads[50:64])
+    rows = [dict(what="heads", all=heads, r=[0.1] * 14, **sets)]
+    seen = set()
+    for what, lists, cell in crowd.cells():
+        if what == "text":
+            rows.append(dict(what=what, losses=[3 + cell["strength"]] * 8) | cell)
+        for first in range(0, lists, crowd.BATCH):
+            row = dict(what=what, first=first, seconds=1) | cell
+            if str(row) in seen:
+                continue  # 60 lists of a condition that has 300
+            seen.add(str(row))
+            minus = crowd.PRIMARY[1].items() <= cell.items() and cell["crowd"] == 16
+            row["right"] = [rng.random() < 0.5 for _ in range(crowd.BATCH)]
+            row["said_crowd"] = [False] * crowd.BATCH
+            row["logp"] = [rng.gauss(0.5 * minus, 0.1) for _ in range(crowd.BATCH)]
+            for name in ("r", "c", "wins"):
+                row[name] = [[rng.random() for _ in range(9)] for _ in range(30)]
+            rows.append(row)
+    return rows
+
+
+def test_publish(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("pandas")
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(crowd, "PAGE", tmp_path)
+    crowd.publish(made_up_rows())
+    text = capsys.readouterr().out
+    mean = float(text.partition("primary contrast: ")[2].partition(",")[0])
+    assert mean == pytest.approx(0.5, abs=0.05)
+    assert "+0.500, +0.500 |" in text  # the text loss of the minus and of its control
+    assert (tmp_path / "votes.png").exists() and (tmp_path / "contrast.png").exists()
+
+    found = json.loads((tmp_path / "pretrained.json").read_text())
+    assert set(found["rows"][0]) == {
+        "pairs", "crowd", "place", "heads", "kind", "strength", "sink_out", "right", "said_crowd",
+        "logp", "list",
+    }  # fmt: skip
+    primary = [row for row in found["rows"] if row["heads"] == "lookup" and row["strength"] == 0.5]
+    cell = [row for row in primary if (row["kind"], row["crowd"]) == ("louder", 16)]
+    assert [row["list"] for row in cell if row["place"] == "any"] == list(range(300))
+    for row in found["votes"]:
+        assert len(row["r"]) == len(row["c"]) == 30 and len(row["r"][0]) == 9
