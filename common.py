@@ -174,7 +174,7 @@ def cli(main):
 
 
 def one_line_for_ctrl_c(kind, error, traceback):
-    """A sys.excepthook, for the seconds in which a program imports torch and cli does not run yet."""
+    """A sys.excepthook, for the seconds in which torch is imported and cli does not run yet."""
     if kind is KeyboardInterrupt:
         print(f"\n{Path(sys.argv[0]).name}: stopped", file=sys.stderr)
     else:
@@ -297,7 +297,7 @@ def locked(folder):
             # somebody may move the folder, and then another program may make a new one there
             yield lambda: lock.exists() and os.stat(lock).st_ino == number
     except Timeout:
-        raise UserError(f"another program is training in {folder}") from None
+        raise UserError(f"another program is writing to {folder}") from None
 
 
 def begin_log(path, *records):

@@ -3,8 +3,7 @@ The data of a run: the two tokenizers, the shards that prepare_fineweb.py writes
 
 A shard is 256 little-endian int32 (magic 20240520, version 1, count of tokens, zeros) and then the
 tokens as uint16: the format of llm.c and modded-nanogpt, so that their shards train here, and ours
-there. Each document starts with <|endoftext|>. Our shards end with a whole document, theirs may end
-within one.
+there. Each document starts with <|endoftext|>, and our shards end with a whole document.
 """
 import codecs
 import hashlib
@@ -29,23 +28,18 @@ PIECE = 2**20  # bytes of a text file that are read at a time
 def get_tokenizer(name):
     """tiktoken's gpt2 (50,257 tokens), or bytes: the 256 bytes and <|endoftext|>, no download.
 
-    The checkpoint of a pretrained model brings its own, a dict: the pattern that cuts a text into
-    pieces, the tokens {text: id}, where a letter stands for the byte of that number, and the
-    special_tokens {text: id}.
+    The checkpoint of a pretrained model brings its own, a dict: pattern, which cuts a text into
+    pieces; tokens {text: id}, where a letter stands for the byte of that number; special_tokens.
     """
     if isinstance(name, dict):
+        ranks = {token.encode("latin-1"): i for token, i in name["tokens"].items()}
         return tiktoken.Encoding(
-            "own",
-            pat_str=name["pattern"],
-            mergeable_ranks={token.encode("latin-1"): i for token, i in name["tokens"].items()},
-            special_tokens=name["special_tokens"],
-        )
+            "own", pat_str=name["pattern"], mergeable_ranks=ranks,
+            special_tokens=name["special_tokens"])
     if name == "bytes":
         ranks = {bytes([byte]): byte for byte in range(256)}
-        special = {EOT: 256}
         return tiktoken.Encoding(
-            name, pat_str=r"(?s:.)", mergeable_ranks=ranks, special_tokens=special
-        )
+            name, pat_str=r"(?s:.)", mergeable_ranks=ranks, special_tokens={EOT: 256})
     if name != "gpt2":
         raise UserError(f"the tokenizer must be gpt2 or bytes, not {name!r}")
     try:
@@ -62,19 +56,11 @@ class Shards:
         self.tokens = sum(len(array) for array in self.arrays)
 
     def sequences(self, T):
-        """The number of sequences of T tokens, each with the token that follows.
-
-        The last tokens, if they are fewer, are dropped.
-        """
+        """How many sequences of T tokens there are, each with the token that follows it."""
         return max(0, self.tokens - 1) // T
 
     def sequence(self, i, T):
-        """Sequence i: the T + 1 tokens from number iT on, int64.
-
-        [:-1] is the input, and [1:] are the targets.
-        """
-        if not 0 <= i < self.sequences(T):
-            raise IndexError(f"sequence {i} of {T} tokens: there are {self.sequences(T)}")
+        """The T + 1 tokens from number iT on, int64: [:-1] is the input, [1:] are the targets."""
         start = i * T
         stop = start + T + 1
         pieces = []
@@ -119,36 +105,30 @@ def read_manifest(folder):
     """What prepare_fineweb.py noted of a folder of shards. None where it has not been.
 
     settings: its flags; files: of the source; shards: {name: tokens}; next: up to which file and
-    row of the source they go; finished.
+    row of the source they go; finished. UserError if one of the shards is missing, or is another.
     """
     path = Path(folder) / "manifest.json"
     if not path.exists():
         return None
     try:
         manifest = json.loads(path.read_bytes())
-    except ValueError as e:
-        raise UserError(f"{path} is damaged: {e}") from None
-    if not isinstance(manifest, dict) or not {"settings", "shards", "finished"} <= manifest.keys():
-        raise UserError(f"{path} is not by prepare_fineweb.py. Shards do without: move it away")
-    return manifest
-
-
-def check_shards(folder, manifest):
-    """UserError if a shard that the manifest lists is missing, or is another."""
-    for name, tokens in manifest["shards"].items():
-        path = Path(folder) / name
-        if not path.exists():
-            raise UserError(f"{path} is missing: manifest.json lists it")
-        found = len(read_shard(path))
+        shards = dict(manifest["shards"])
+        whole = {"settings", "finished"} <= manifest.keys()
+    except (ValueError, TypeError, KeyError, AttributeError):
+        whole = False
+    if not whole:
+        raise UserError(f"{path} is damaged, or not of prepare_fineweb.py")
+    for name, tokens in shards.items():
+        found = len(read_shard(Path(folder) / name))
         if found != tokens:
-            raise UserError(f"{path} has {found:,} tokens, not {tokens:,} as in manifest.json")
+            raise UserError(f"{folder}/{name} has {found:,} tokens, but {tokens:,} in {path}")
+    return manifest
 
 
 def load_data(path):
     """What there is to train on: (train, val, name of the tokenizer, what it is, for the log).
 
-    train and val are Shards. path is a folder of shards, a text file, or None for the manual that
-    ships with Python. Raises UserError or OSError.
+    train and val are Shards. path: a folder of shards, a text file, or None for Python's manual.
     """
     if path is None:
         return load_manual()
@@ -160,23 +140,18 @@ def load_data(path):
 def load_shards(folder):
     """The shards of a folder, named like ..._train_000001.bin and ..._val_000000.bin."""
     manifest = read_manifest(folder)
-    if manifest is not None:
-        if not manifest["finished"]:
-            remedy = "run prepare_fineweb.py again with the same flags, and it goes on"
-            raise UserError(f"{folder} is only half prepared: {remedy}")
-        check_shards(folder, manifest)
-    arrays = {"train": [], "val": []}
-    for path in sorted(Path(folder).glob("*.bin")):  # the numbers have leading zeros
-        # the last of the two words counts, so that no shard is in both
-        match = re.search(r"_(train|val)(_\d+)?\.bin$", path.name)
-        if match:
-            arrays[match[1]].append(read_shard(path))
-    for split, found in arrays.items():
-        if not found:
-            command = "python prepare_fineweb.py"
-            raise UserError(f"no *_{split}_*.bin in {folder}: `{command}` makes such shards")
-    train = Shards(arrays["train"])
-    val = Shards(arrays["val"])
+    if manifest is not None and not manifest["finished"]:
+        remedy = "run prepare_fineweb.py again with the same flags, and it goes on"
+        raise UserError(f"{folder} is only half prepared: {remedy}")
+    splits = []
+    for split in ("train", "val"):
+        # the last word of a name counts, so that no shard is in both. Numbers have leading zeros
+        ending = re.compile(rf"_{split}(_\d+)?\.bin$")
+        paths = [path for path in sorted(folder.glob("*.bin")) if ending.search(path.name)]
+        if not paths:
+            raise UserError(f"no *_{split}_*.bin in {folder}: `python prepare_fineweb.py` makes it")
+        splits.append(Shards([read_shard(path) for path in paths]))
+    train, val = splits
     what = dict(data=str(folder), data_sha256=fingerprint(train, val), val="the val shards")
     return train, val, "gpt2", what
 
@@ -197,7 +172,7 @@ def load_text(path):
     utf8 = codecs.getincrementaldecoder("utf-8")()
     try:
         with open(path, "rb") as f:
-            while piece := f.read(min(PIECE, len(tokens) - n)):
+            while piece := f.read(PIECE):
                 utf8.decode(piece)
                 tokens[n : n + len(piece)] = np.frombuffer(piece, "u1")
                 n += len(piece)
@@ -205,7 +180,6 @@ def load_text(path):
     except UnicodeDecodeError as e:
         byte = n - 1 + e.start
         raise UserError(f"{path} is not UTF-8 text: {e.reason} near byte {byte:,}") from None
-    tokens = tokens[:n]
     n_train = n - n // 10
     train = Shards([tokens[:n_train]])
     val = Shards([tokens[n_train:]])
@@ -227,18 +201,14 @@ def load_manual():
     """
     from pydoc_data.topics import topics
 
-    train_texts = []
-    val_texts = []
-    for i, name in enumerate(sorted(topics)):
-        texts = val_texts if i % 10 == 6 else train_texts
-        texts.append(topics[name].encode())
+    texts = [topics[name].encode() for name in sorted(topics)]
+    train_texts = [text for i, text in enumerate(texts) if i % 10 != 6]
     train_lines = set(b"\n".join(train_texts).split(b"\n"))
-    # in place: each val text without its share of those lines
-    for i, text in enumerate(val_texts):
+    val_texts = []
+    for text in texts[6::10]:
         lines = text.split(b"\n")
         own = [line for line in lines if len(line) < 32 or line not in train_lines]
-        val_texts[i] = b"\n".join(own)
-
+        val_texts.append(b"\n".join(own))
     train = Shards([byte_tokens(train_texts)])
     val = Shards([byte_tokens(val_texts)])
     what = dict(
@@ -251,8 +221,7 @@ def load_manual():
 
 def byte_tokens(texts):
     """Documents, given as bytes, in tokens of the bytes tokenizer: <|endoftext|> and the bytes."""
-    pieces = []
+    tokens = []
     for text in texts:
-        pieces.append(np.array([256], "<u2"))
-        pieces.append(np.frombuffer(text, "u1"))
-    return np.concatenate(pieces)
+        tokens += [256, *text]
+    return np.array(tokens, "<u2")

@@ -4,10 +4,12 @@ tutorial.
 Most tests take one attention layer in float64, where two ways of computing the same thing must
 agree to 1e-10 or better. The tests marked cuda need a GPU and are skipped without one.
 """
+import io
 import math
 import os
 import sys
 from contextlib import nullcontext
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,23 +20,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import model as model_module
-from model import (
-    ATTENTION,
-    GPT,
-    GPTConfig,
-    Linear,
-    ModelError,
-    Rope,
-    Softmax,
-    attention,
-    draw,
-    make_rope,
-    matched_width,
-    next_token,
-    phi,
-    rotate,
-    round_to_bf16,
-)
+from model import ATTENTION, GPT, GPTConfig, Linear, ModelError
+from model import attention, make_rope, next_token, phi, rotate, round_to_bf16
 
 torch.set_num_threads(1)  # on tensors this small, threads only wait for one another
 
@@ -81,17 +68,14 @@ def random_tokens(B, T, seed=0):
 def by_steps(layer, x, first=1):
     """layer(x) by the step form: the first tokens fill a state, then one token at a time."""
     T = x.shape[1]
-    rope = make_rope(torch.arange(T, device=x.device), layer.config, x.dtype)
-    prompt = x[:, :first]
-    state = layer.prefill(prompt, part_of(rope, 0, first), room=T)
-    outputs = [layer(prompt, part_of(rope, 0, first))]
+    position = torch.arange(T, device=x.device)
+    rope = make_rope(position[:first], layer.config, x.dtype)
+    state = layer.prefill(x[:, :first], rope, room=T)
+    outputs = [layer(x[:, :first], rope)]
     for t in range(first, T):
-        outputs.append(layer.step(x[:, t : t + 1], part_of(rope, t, t + 1), state))
+        rope = make_rope(position[t : t + 1], layer.config, x.dtype)
+        outputs.append(layer.step(x[:, t : t + 1], rope, state))
     return torch.cat(outputs, dim=1)
-
-
-def part_of(rope, start, end):
-    return Rope(*[table[start:end] for table in rope])
 
 
 def generated(model, idx, n, **options):
@@ -232,43 +216,15 @@ def test_lambda_init_counts_layers_from_0():
     assert [block.attn.lambda_init for block in constant] == [0.5, 0.5]
 
 
-def test_a_single_head_forgets_at_the_middle_of_the_range():
-    for attn, n_head in (("linear", 1), ("diff", 2)):
-        layer = tiny_model(attn, n_head=n_head, block_size=32, decay=True).blocks[0].attn
-        spans = 1 / layer.decay_rate(normal(1)).flatten()
-        assert spans.tolist() == pytest.approx([16.0] * n_head)  # the root of 4 x 64
-
-
-def test_a_subclass_can_have_another_feature_map():
-    class Squares(Linear):
-        def phi(self, x):
-            return x.square() + 0.01
-
-    for flash in (True, False):
-        config = GPTConfig(attn="linear", **TINY, flash=flash)
-        torch.manual_seed(1)
-        layer = Squares(config, depth=0).double()
-        x = normal(2, 70, 32)
-        assert_equal_to(1e-10, by_steps(layer, x), layer(x), "steps and the other forms")
-        plain = Linear(config, depth=0).double()
-        plain.load_state_dict(layer.state_dict())
-        assert (layer(x) - plain(x)).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("theta", [10000.0, 0.0])
-def test_rotation_is_exact_far_away(theta):
-    """Only the distance counts, also at position 10 million. Without positions nothing turns."""
-    config = GPTConfig(n_embd=256, n_head=4, rope_theta=theta)
-    q = normal(1, 1, 1, 64).float()
-    k = normal(1, 1, 1, 64, seed=1).float()
-
-    def at(position, x):
-        return rotate(x, make_rope(torch.tensor([position]), config, torch.float32))
-
-    near = (at(19, q) * at(0, k)).sum()
-    far = (at(10_000_019, q) * at(10_000_000, k)).sum()
-    assert near.item() == pytest.approx(far.item(), abs=1e-4)
-    assert torch.equal(at(1000, q), q) == (theta == 0)
+def test_rotation_is_exact_far_away():
+    """Only the distance counts, also at position 10 million."""
+    x = normal(1, 1, 2, 64).float()  # a query and a key
+    scores = []
+    for start in (0, 10_000_000):
+        rope = make_rope(torch.tensor([start + 19, start]), GPTConfig(), torch.float32)
+        q, k = rotate(x, rope)[0, 0]
+        scores.append((q @ k).item())
+    assert scores[0] == pytest.approx(scores[1], abs=1e-4)
 
 
 # ---- precision
@@ -345,7 +301,7 @@ def test_long_sums_stay_in_float32():
     with torch.no_grad():
         with torch.autocast("cpu", torch.bfloat16):
             y = layer(x.float())
-            rounded_state = layer.prefill(x.float(), Rope(*[t.float() for t in rope]), room=0)
+            rounded_state = layer.prefill(x.float(), rope, room=0)
         exact = layer.double()(x)
         exact_state = layer.prefill(x, rope, room=0)
     assert relative_error(y[:, -64:], exact[:, -64:]) < 2e-2
@@ -354,15 +310,11 @@ def test_long_sums_stay_in_float32():
         assert relative_error(rounded_state[name], exact_state[name]) < 5e-3
 
 
-@pytest.mark.parametrize("attn", DIFFERENTIAL)
-def test_weights_are_rounded_to_bf16_and_lambdas_are_not(attn):
-    model = tiny_model(attn)
-    before = [block.attn.lambda_full().item() for block in model.blocks]
+def test_weights_are_rounded_to_bf16_and_lambdas_are_not():
+    model = tiny_model("diff")
     round_to_bf16(model)
-    assert [block.attn.lambda_full().item() for block in model.blocks] == before
     for name, p in model.named_parameters():
         assert (p.dtype == torch.float32) == ("lambda" in name), name
-    assert generated(model, random_tokens(1, 5), 8).shape == (1, 8)
 
 
 # ---- configurations, parameters and their first values
@@ -372,15 +324,10 @@ def test_weights_are_rounded_to_bf16_and_lambdas_are_not(attn):
     "field, value, message",
     [
         ("attn", "cosine", "attn must be one of .*, linear_average, not 'cosine' .*"),
-        ("n_embd", 30, "n_embd must be a multiple of 8, not 30"),
         ("n_embd", 36, "n_embd must be a multiple of 8, not 36"),
         ("n_head", 1, "n_head must be even for diff, not 1"),
         ("n_layer", 0, "n_layer must be at least 1, not 0"),
-        ("mlp_width", 0, "mlp_width must be at least 1, not 0"),
-        ("n_head", 4.0, "n_head must be of type int, not 4.0"),
         ("decay", "no", "decay must be of type bool, not 'no'"),
-        ("flash", "False", "flash must be of type bool, not 'False'"),
-        ("subln", 1, "subln must be of type bool or None, not 1"),
         ("embd_init", math.nan, "embd_init must be finite, not nan"),
         ("embd_init", 0, "embd_init must be above 0, not 0"),
         ("rope_theta", -1.0, "rope_theta must be 0 or more, not -1.0"),
@@ -392,21 +339,16 @@ def test_impossible_models_are_refused(field, value, message):
         GPTConfig(**TINY | {"attn": "diff", field: value})
 
 
-def count_parameters(model):
-    return sum(p.numel() for p in model.parameters())
-
-
 def test_parameters_are_equal_but_for_lambda_and_norm():
-    sizes = {attn: count_parameters(tiny_model(attn)) for attn in ARMS}
-    n_layer = 2
-    d = 8
+    sizes = {}
+    for attn in ARMS:
+        sizes[attn] = sum(p.numel() for p in tiny_model(attn).parameters())
+    lambda_and_norm = 4 * 8 + 16  # in each of the 2 layers
     assert sizes["linear"] == sizes["softmax"]
-    assert sizes["diff"] == sizes["diff_linear"] == sizes["softmax"] + n_layer * (4 * d + 2 * d)
-    assert sizes["softmax_average"] == sizes["linear_average"] == sizes["softmax"] + n_layer
+    assert sizes["diff"] == sizes["diff_linear"] == sizes["softmax"] + 2 * lambda_and_norm
+    assert sizes["softmax_average"] == sizes["linear_average"] == sizes["softmax"] + 2
     # the MLP of diff_v2 is narrower, by whole units of 3 C parameters
-    assert abs(sizes["diff_v2"] - sizes["softmax"]) <= n_layer * 3 * 32 / 2
-    assert tiny_model("diff_v2").blocks[0].mlp.up_proj.weight.shape == (matched_width(32, 4), 32)
-    assert tiny_model("softmax").blocks[0].mlp.up_proj.weight.shape == (80, 32)
+    assert abs(sizes["diff_v2"] - sizes["softmax"]) <= 2 * 3 * 32 / 2
     assert tiny_model("softmax", mlp_width=24).blocks[0].mlp.up_proj.weight.shape == (24, 32)
 
 
@@ -420,23 +362,19 @@ def test_a_layer_has_the_names_and_shapes_of_microsofts_release():
 
 def test_shared_parameters_start_with_the_same_bits():
     softmax = tiny_model("softmax").state_dict()
-    diff = tiny_model("diff").state_dict()
     other_seed = tiny_model("softmax", seed=2).state_dict()
     torch.manual_seed(3)  # whatever the global generator is doing
-    linear = tiny_model("linear").state_dict()
-    diff_linear = tiny_model("diff_linear").state_dict()
+    for attn in ("linear", "diff", "diff_linear"):
+        other_arm = tiny_model(attn).state_dict()
+        assert all(torch.equal(softmax[name], other_arm[name]) for name in softmax)
     for name in softmax:
-        assert torch.equal(softmax[name], linear[name])
-        assert torch.equal(softmax[name], diff[name])
         is_norm = "norm" in name  # which start at 1
         assert torch.equal(softmax[name], other_seed[name]) == is_norm
-    assert all(torch.equal(diff[name], diff_linear[name]) for name in diff)
 
 
 def test_parameters_start_with_the_stated_spread():
     sizes = dict(n_layer=3, n_head=8, n_embd=256, vocab_size=512, subln_init=0.2)
     model = GPT(GPTConfig(attn="diff", **sizes))
-    mlp_width = 680
     for name, p in model.named_parameters():
         if "subln" in name:
             assert torch.equal(p, torch.full_like(p, 0.2))
@@ -445,40 +383,13 @@ def test_parameters_start_with_the_stated_spread():
         elif "lambda" in name:
             assert p.std().item() == pytest.approx(0.1, rel=0.3)
         else:
-            fan_in = mlp_width if "down_proj" in name else 256
+            fan_in = 680 if "down_proj" in name else 256  # an MLP has 680 channels
             std = 1 / math.sqrt(3 * fan_in)
             if "out_proj" in name or "down_proj" in name:  # the ends of the residual branches
                 std /= math.sqrt(2 * 3)
             assert p.std().item() == pytest.approx(std, rel=0.03), name
-    gpt2 = GPT(GPTConfig(n_layer=1))
-    assert gpt2.wte.weight.std().item() == pytest.approx(0.02, rel=0.05)  # GPT-2's own
-    plain = tiny_model("diff").state_dict()
-    large = tiny_model("diff", embd_init=0.5).state_dict()
-    assert large["wte.weight"].std().item() == pytest.approx(0.5, rel=0.05)
-    assert all(torch.equal(plain[name], large[name]) for name in plain if name != "wte.weight")
-
-
-def test_a_layer_alone_starts_its_norm_where_the_config_says():
-    config = GPTConfig(attn="diff", **TINY, subln_init=0.2)
-    assert (ATTENTION["diff"](config, depth=0).subln.weight == 0.2).all()
-
-
-def test_a_new_arm_keeps_the_values_that_its_class_gave(monkeypatch):
-    class Scaled(Softmax):
-        def __init__(self, config, depth):
-            super().__init__(config, depth)
-            self.scale = torch.nn.Parameter(torch.tensor([0.2, 0.3]))
-            self.register_buffer("table", torch.arange(3), persistent=False)
-
-    monkeypatch.setitem(ATTENTION, "scaled", Scaled)
-    model = tiny_model("scaled")
-    assert model.blocks[0].attn.scale.tolist() == pytest.approx([0.2, 0.3])
-    same = tiny_model("softmax").state_dict()
-    assert torch.equal(model.blocks[1].attn.q_proj.weight, same["blocks.1.attn.q_proj.weight"])
-    model.save("scaled.pt")
-    loaded = GPT.load("scaled.pt")
-    assert loaded.blocks[0].attn.table.tolist() == [0, 1, 2]
-    assert torch.equal(loaded(random_tokens(1, 5))[0], model(random_tokens(1, 5))[0])
+    large = tiny_model("diff", embd_init=0.5)
+    assert large.wte.weight.std().item() == pytest.approx(0.5, rel=0.05)
 
 
 @with_and_without_decay
@@ -493,9 +404,6 @@ def test_a_new_model_guesses_and_everything_in_it_learns(attn, decay):
     loss.backward()
     for name, p in model.named_parameters():
         assert p.grad.abs().max() > 0, name
-    last_logits, no_loss = model(idx[:, :-1])
-    assert no_loss is None
-    torch.testing.assert_close(last_logits, logits[:, -1:], rtol=0, atol=1e-5)
 
 
 # ---- compiling and sampling
@@ -507,10 +415,9 @@ def test_compiles_to_one_graph_for_any_length():
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for T in (65, 64):
         idx = random_tokens(3, T)
-        targets = random_tokens(3, T, seed=1)
-        loss = compiled(idx, targets)[1]
+        loss = compiled(idx, idx)[1]
         loss.backward()
-        assert loss.item() == pytest.approx(model(idx, targets)[1].item(), abs=1e-5)
+        assert loss.item() == pytest.approx(model(idx, idx)[1].item(), abs=1e-5)
 
 
 @pytest.mark.parametrize("prompt", [1, 40])  # 40 is longer than the block
@@ -523,7 +430,6 @@ def test_greedy_steps_equal_recomputation(attn, decay, prompt):
             p.mul_(2)  # so that the context speaks louder than the last token
     idx = random_tokens(2, prompt, seed=1)
     new = generated(model, idx, 60, temperature=0)
-    assert new.dtype == torch.int64
     assert len(set(new[0].tolist())) > 5  # not one token for ever
 
     context = idx if attn in LINEAR else idx[:, -16:]
@@ -550,52 +456,18 @@ def test_a_step_is_one_graph_of_static_shapes(attn):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("attn", ["softmax", "diff"])
-def test_the_cache_holds_a_block_and_no_more(attn):
-    model = tiny_model(attn, block_size=16)
-    with pytest.raises(ValueError, match="17 tokens don't fit into a cache of 16"):
-        model.prefill(random_tokens(1, 17))
-    _, state = model.prefill(random_tokens(1, 16))
-    with torch.no_grad(), pytest.raises((IndexError, RuntimeError)):
-        model.step(random_tokens(1, 1), state)
-
-
-def test_a_draw_is_that_of_multinomial():
-    probs = torch.rand(200, 50, generator=torch.Generator().manual_seed(1))
-    probs[:, ::3] = 0
-    expected = torch.multinomial(probs, 1, generator=torch.Generator().manual_seed(2))
-    assert torch.equal(draw(probs, torch.Generator().manual_seed(2)), expected)
-
-
-@pytest.mark.parametrize("attn", SOFTMAX)
-def test_the_cache_is_as_large_as_the_text(attn):
-    """A step reads all of it, so its size is a matter of speed. It does not change the text."""
-    model = tiny_model(attn, block_size=64, decay=True)
-    idx = random_tokens(2, 7)
-    rooms = []
-    prefill = model.prefill
-
-    def watched(idx, room):
-        logits, state = prefill(idx, room)
-        rooms.append(state["layers"][0]["k"].shape[2])
-        return logits, state
-
-    model.prefill = watched
-    short = generated(model, idx, 12, temperature=0)
-    long = generated(model, idx, 100, temperature=0)
-    assert (rooms[0], rooms[1]) == (7 + 12, 64)  # the second text fills its cache later on
-    assert torch.equal(short, long[:, :12])
-
-
-def test_a_step_takes_one_token_and_the_vocabulary_has_an_end():
+def test_what_does_not_fit_is_refused():
     model = tiny_model("diff")
+    with pytest.raises(ValueError, match="33 tokens don't fit into a cache of 32"):
+        model.prefill(random_tokens(1, 33))
     _, state = model.prefill(random_tokens(1, 5))
     with pytest.raises(ValueError, match="a step takes one token of each row, not 2"):
         model.step(random_tokens(1, 2), state)
     with pytest.raises(IndexError, match="token 97: there are 97"):  # the embedding has 128
         model(torch.tensor([[1, 97]]))
-    with pytest.raises(ModelError, match="the prompt has no tokens"):
-        next(model.generate(random_tokens(1, 0), 3))
+    for wrong in (dict(temperature=-1), dict(top_k=0), dict(top_p=0.0), dict(top_p=1.5)):
+        with pytest.raises(ModelError, match=next(iter(wrong))):
+            next(model.generate(random_tokens(1, 4), 1, **wrong))
 
 
 PROBS = [0.5, 0.3, 0.15, 0.05]
@@ -613,7 +485,6 @@ SQUARES = [0.25, 0.09, 0.0225, 0.0025]  # at temperature 0.5, but for their sum 
         (dict(top_k=99), PROBS),
         (dict(top_p=0.79), [0.625, 0.375, 0, 0]),
         (dict(top_p=0.81), [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0]),
-        (dict(top_p=1.0), PROBS),
         (dict(top_k=2, top_p=0.6), [1, 0, 0, 0]),
     ],
 )
@@ -625,47 +496,21 @@ def test_choices_follow_temperature_top_k_and_top_p(options, expected):
     assert frequency.tolist() == pytest.approx([expected[i] for i in order], abs=0.02)
 
 
-def test_samples_repeat_with_the_seed_and_differ_between_rows():
-    model = tiny_model("diff")
-    idx = torch.zeros(3, 4, dtype=torch.int64)
-    once = generated(model, idx, 20, generator=generator(4))
-    again = generated(model, idx, 20, generator=generator(4))
-    assert torch.equal(once, again)
-    assert len({tuple(row) for row in once.tolist()}) == 3
-    assert once.max() < 97
-
-
-@pytest.mark.parametrize(
-    "wrong", [dict(temperature=-1), dict(top_k=0), dict(top_p=0.0), dict(top_p=1.5)]
-)
-def test_wrong_choices_are_refused(wrong):
-    with pytest.raises(ModelError, match=next(iter(wrong))):
-        next(tiny_model("diff").generate(random_tokens(1, 4), 1, **wrong))
-
-
 # ---- saving and loading
 
 
 def test_a_checkpoint_gives_back_the_model_and_what_else_was_saved():
     model = tiny_model("diff_linear", decay=True)
-    model.save("a.pt", step=3, tokenizer="bytes")
-    loaded = GPT.load("a.pt")
-    assert loaded.config == model.config
-    assert not GPT.load("a.pt", flash=False).config.flash
-    assert loaded.extra == dict(step=3, tokenizer="bytes")
+    model.save("a.pt", tokenizer="bytes", val_loss=np.float64(1.5), steps=[np.int64(3)])
+    loaded = GPT.load("a.pt", flash=False)
+    assert asdict(loaded.config) == asdict(model.config) | dict(flash=False)
+    assert loaded.extra == dict(tokenizer="bytes", val_loss=1.5, steps=[3])
     for name, p in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], p)
     with pytest.raises(ValueError, match="decay can't be changed: it would be another model"):
         GPT.load("a.pt", decay=False)
-
-
-def test_numbers_of_numpy_can_be_saved_and_other_objects_cannot():
-    model = tiny_model("softmax")
-    model.save("a.pt", val_loss=np.float64(1.5), steps=[np.int64(3)])
-    assert GPT.load("a.pt").extra == dict(val_loss=1.5, steps=[3])
     with pytest.raises(TypeError, match="tensors and plain values"):
         model.save("b.pt", where=Path("a"))
-    assert not Path("b.pt").exists()
 
 
 def test_load_refuses_what_is_damaged_or_not_ours():
@@ -679,51 +524,42 @@ def test_load_refuses_what_is_damaged_or_not_ours():
     flipped = bytearray(whole)
     first_weight = whole.index(model.wte.weight.numpy(force=True).tobytes())
     flipped[first_weight + 1000] ^= 16  # one bit of one weight
-    Path("empty").write_bytes(b"")
-    Path("cut").write_bytes(whole[:-100])
     Path("flipped").write_bytes(flipped)
     torch.save({"config": None, "model": {}}, "foreign")
     torch.save({"config": RunsCode(), "model": {}}, "code")
     weights = model.state_dict()
-    torch.save({"config": TINY | dict(attn="quadratic"), "model": weights}, "arm")
     torch.save({"config": TINY | dict(attn="softmax"), "model": weights}, "misfit")
     model.blocks[0].attn.lambda_q1.data[3] = math.nan
     model.save("infinite")
     torch.save({"config": TINY | dict(gates=3), "model": weights}, "newer")
-    torch.save(weights, "bare")
-    Path("folder").mkdir()
     for name, says in [
-        ("empty", "is damaged, or no checkpoint"),
-        ("cut", "is damaged"),
         ("flipped", "is damaged"),
         ("code", "is damaged, or no checkpoint"),
         ("foreign", "is a checkpoint of another program"),
-        ("bare", "is a checkpoint of another program"),
         ("newer", "has settings that this model.py lacks: gates"),
-        ("arm", "attn must be one of"),
         ("misfit", "its weights don't fit softmax"),
         ("infinite", "some weights are not finite"),
     ]:
         with pytest.raises(ModelError, match=f"^{name}:? {says}"):
             GPT.load(name)
     assert not Path("boom").exists()
-    for name in ("nowhere", "folder"):
-        with pytest.raises(OSError):
-            GPT.load(name)
 
 
-def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(monkeypatch):
+@pytest.mark.parametrize("error", [OSError("No space left on device"), KeyboardInterrupt()])
+def test_a_full_disk_or_ctrl_c_leaves_the_old_checkpoint_and_nothing_else(error, monkeypatch):
+    class Interrupted(io.FileIO):
+        def write(self, data):
+            if self.tell() > 0:  # the first bytes fit
+                raise error
+            return super().write(data)
+
     model = tiny_model("diff")
-    model.save("a.pt", step=1)
+    model.save("a.pt")
     before = Path("a.pt").read_bytes()
-
-    def full(descriptor):
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="a.pt could not be written, is the disk full"):
+    with monkeypatch.context() as context, pytest.raises(type(error)):
+        context.setattr("builtins.open", lambda path, mode: Interrupted(path, mode))
         model.save("a.pt", step=2)
-    assert [path.name for path in Path().iterdir()] == ["a.pt"]
+    assert os.listdir() == ["a.pt"]
     assert Path("a.pt").read_bytes() == before
 
 

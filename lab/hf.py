@@ -7,8 +7,7 @@ $ python -m lab.hf out/gpt2/diff hub_folder
     model = AutoModelForCausalLM.from_pretrained("hub_folder")
     tokenizer = AutoTokenizer.from_pretrained("hub_folder")
 
-softmax becomes a LlamaForCausalLM, and diff a DiffLlamaForCausalLM. The others have no counterpart
-there. It needs the package transformers, see lab/requirements.txt.
+softmax becomes a LlamaForCausalLM, and diff a DiffLlamaForCausalLM. The others have no counterpart.
 """
 import argparse
 
@@ -21,53 +20,38 @@ from model import GPT, NORM_EPS
 def refuse(model):
     """UserError if transformers has no model that computes the same."""
     config = model.config
-    layer = model.blocks[0].attn
-    reason = None
-    if config.attn not in ("softmax", "diff"):
-        reason = f"--attn={config.attn}"
-    elif config.decay:
-        reason = "--decay"
-    elif config.rope_theta == 0:
-        reason = "--rope_theta=0"
-    elif config.attn == "softmax" and layer.subln is not None:
-        reason = "--subln on softmax"
-    elif config.attn == "diff" and layer.subln is None:
-        reason = "--no-subln on diff"
-    elif config.attn == "diff" and config.lambda_init is not None:
-        reason = "a --lambda_init of one's own"
-    if reason is not None:
-        raise UserError(f"transformers has no model with {reason}, so this one can't go there")
+    diff = config.attn == "diff"
+    reasons = {
+        f"--attn={config.attn}": config.attn not in ("softmax", "diff"),
+        "--decay": config.decay,
+        "--rope_theta=0": config.rope_theta == 0,
+        "--subln on softmax, or without it on diff": (model.blocks[0].attn.subln is None) == diff,
+        "a --lambda_init of one's own": config.lambda_init is not None,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise UserError(f"transformers has no model with {reason}, so this one can't go there")
 
 
 def to_halves(weight, n_head):
-    """Rows of q_proj or k_proj for their rotation, which pairs channel i of a head with i + d/2.
-
-    Ours pairs the channels 2i and 2i + 1.
-    """
+    """Rows for their rotation, which pairs channels i and i + d/2. Ours pairs 2i and 2i + 1."""
     heads = weight.unflatten(0, (n_head, -1, 2))  # (H, d/2, 2, C)
     return heads.transpose(1, 2).flatten(0, 2)
 
 
 def branches_apart(weight, n_head):
-    """Rows of q_proj or k_proj with the first branches of all heads, and then the second ones.
-
-    Ours has the two branches of a head side by side.
-    """
+    """Rows with all first branches, or halves of values, first. Ours has each pair side by side."""
     heads = weight.unflatten(0, (n_head // 2, 2, -1))  # (h, 2, d, C)
     return heads.transpose(0, 1).flatten(0, 2)
 
 
 def convert(model):
-    """The transformers model that computes what this GPT computes, with float32 weights.
-
-    Their rotary table is float32, so in float64 the logits differ by some 1e-5. UserError if there
-    is no such model.
-    """
+    """The transformers model that computes what this GPT computes. UserError if there is none."""
     import transformers
 
     refuse(model)
     config = model.config
-    state = {name: p.detach().float().cpu() for name, p in model.state_dict().items()}
+    state = {name: p.float() for name, p in model.state_dict().items()}
     settings = dict(
         vocab_size=config.vocab_size,
         hidden_size=config.n_embd,
@@ -87,9 +71,9 @@ def convert(model):
     else:
         theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
 
-    new = {"model.norm.weight": state["norm.weight"]}
-    new["model.embed_tokens.weight"] = state["wte.weight"][: config.vocab_size]
-    new["lm_head.weight"] = new["model.embed_tokens.weight"]
+    embedding = state["wte.weight"][: config.vocab_size]
+    new = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding}
+    new["model.norm.weight"] = state["norm.weight"]
     for i in range(config.n_layer):
         ours = f"blocks.{i}."
         layer = f"model.layers.{i}."
@@ -113,11 +97,9 @@ def convert_attention(state, ours, theirs, config):
     v = state[ours + "v_proj.weight"]
     out = state[ours + "out_proj.weight"]
     if config.attn == "diff":
-        # their values are twice as many heads, of which n and n + h are the halves of our head n
-        h = config.n_head // 2
-        v = v.unflatten(0, (h, 2, -1)).transpose(0, 1).flatten(0, 2)
+        v = branches_apart(v, config.n_head)
         # their norm has no weight: ours goes into the projection behind it
-        out = out * state[ours + "subln.weight"].repeat(h)
+        out = out * state[ours + "subln.weight"].repeat(config.n_head // 2)
         for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
             new[theirs + name] = state[ours + name]
     new[theirs + "v_proj.weight"] = v
@@ -130,13 +112,12 @@ def convert_tokenizer(enc):
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    letters = pre_tokenizers.ByteLevel.alphabet()  # GPT-2 writes each byte as a letter
-    # the printable ones stand for themselves. The others follow in order, from 256 on
-    of_byte = {ord(letter): letter for letter in letters if ord(letter) < 256}
-    others = iter(sorted(letter for letter in letters if ord(letter) >= 256))
-    for byte in range(256):
-        if byte not in of_byte:
-            of_byte[byte] = next(others)
+    # GPT-2 writes each byte as a letter. The printable ones stand for themselves, and the letters
+    # of the others follow in order, from 256 on
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    printable = [ord(letter) for letter in letters if ord(letter) < 256]
+    others = [byte for byte in range(256) if byte not in printable]
+    of_byte = dict(zip(printable + others, letters))
 
     def spell(token):
         return "".join(of_byte[byte] for byte in token)
@@ -151,9 +132,8 @@ def convert_tokenizer(enc):
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=EOT, eos_token=EOT, unk_token=EOT
-    )
+    special = dict(bos_token=EOT, eos_token=EOT, unk_token=EOT)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def last_merge(token, rank, ranks):
@@ -167,12 +147,8 @@ def last_merge(token, rank, ranks):
 
 
 def main(argv=None):
-    """Writes the folder. Raises UserError, ModelError and OSError for what a user can mend."""
-    parser = argparse.ArgumentParser(
-        prog="python -m lab.hf",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m lab.hf", description=__doc__, formatter_class=style)
     parser.add_argument("ckpt", type=path, help="checkpoint, or the folder of a run")
     parser.add_argument("folder", type=path, help="a new folder for transformers")
     args = parser.parse_args(argv)

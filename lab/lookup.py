@@ -1,14 +1,13 @@
 """
 What does the subtraction buy? A look-up among pairs, on which a model trains in seconds.
 
-    python -m lab.lookup            # three models and their pictures: a minute or two
+    python -m lab.lookup            # three models and a picture: a minute or two
     python -m lab.lookup softmax    # the experiment on softmax: hours on one core
     python -m lab.lookup linear     # the experiment on linear attention: more hours
     python -m lab.lookup publish    # tables, data and figures of the arms that are finished
 
-`softmax` and `linear` add a row for each run to out/lookup/runs.jsonl, and go on where they were
-stopped. The two can run side by side, but not one of them twice. What came of it, and what we had
-predicted, stands in lab/results/lookup. (Its weights.png is the second picture of --seed=3.)
+The two experiments go on where they were stopped. They can run side by side, but not one of them
+twice. What came of them stands in lab/results/lookup. (Its weights.png is the picture of --seed=3.)
 
 The task. A text is N pairs and then 8 queries. A pair is one token: the embedding of its key plus
 that of its value. A query is a key's embedding plus one that says "query", and the answer is the
@@ -18,7 +17,6 @@ outside the crowd, and all of these have different values.
 
 We train on plain texts, whose values are all different, and test on texts with a crowd. So the
 crowd can't teach the model anything: we see what other pairs do to a model that can find a pair.
-(A few comparisons train with crowds, as our first experiment did: see lab/README.md.)
 
 The law. Let a map give the weight c to every wrong pair and r to the right one. A crowd of m pairs
 has the weight m c together, so it outvotes the right one from m = r / c on. If the right logit of a
@@ -29,7 +27,6 @@ average, u is lambda over the number of tokens. A second map may take less from 
 """
 import argparse
 import math
-import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -139,24 +136,8 @@ def crowds(N, arm):
 
 
 # -----------------------------------------------------------------------------
-# the arms. For softmax and for linear attention there are one map, the sum of two, one map minus
-# the average, and the difference of two. Two other linear maps have weights that can be negative
-
-
-def capped(attention):
-    """Queries and keys have one length, so that no logit is larger than tau."""
-
-    class Capped(attention):
-        def project(self, x):
-            q, k, v, lam = super().project(x)
-            tau = self.config.tau
-            if tau is not None:
-                # the average has queries of zeros, and they stay zeros
-                q = tau * math.sqrt(self.head_dim) * F.normalize(q, dim=-1)
-                k = F.normalize(k, dim=-1)
-            return q, k, v, lam
-
-    return Capped
+# the arms: one map, the sum of two, one map minus the average, and the difference of two. In linear
+# attention there are also two maps whose weights can be negative
 
 
 def summed(difference):
@@ -211,10 +192,10 @@ class Delta(model.Attention):
 
 
 ARMS = {
-    "softmax": capped(model.Softmax),
-    "softmax sum": capped(summed(model.Diff)),
-    "softmax minus average": capped(model.SoftmaxAverage),
-    "diff": capped(model.Diff),
+    "softmax": model.Softmax,
+    "softmax sum": summed(model.Diff),
+    "softmax minus average": model.SoftmaxAverage,
+    "diff": model.Diff,
     "linear": model.Linear,
     "linear sum": summed(model.DiffLinear),
     "linear minus average": model.LinearAverage,
@@ -229,14 +210,6 @@ LINEAR = list(ARMS)[4:]
 # the model
 
 
-@dataclass
-class ReaderConfig(model.GPTConfig):
-    """The settings of model.py and the cap."""
-
-    tau: float | None = None  # see capped
-    flash: bool = False  # the arms are written as maps, and not all of them have the other forms
-
-
 class Reader(model.GPT):
     """One block that reads texts of pairs. It computes the rows of the queries only.
 
@@ -246,15 +219,15 @@ class Reader(model.GPT):
     def __init__(self, arm, task, seed, held_lambda=None):
         name = f"lookup {arm}"
         model.ATTENTION[name] = ARMS[arm]
-        config = ReaderConfig(
+        config = model.GPTConfig(
             attn=name,
+            flash=False,  # the arms are written as maps, and not all of them have the other forms
             n_layer=1,
             n_head=task.heads * ARMS[arm].heads_per_value,
             n_embd=CHANNELS,
             subln=True,  # all arms have an output norm
             vocab_size=6 * task.pairs + 1,  # 4 N keys, 2 N values, and the mark of a query
             rope_theta=0,
-            tau=task.tau,
         )
         super().__init__(config, seed)
         self.arm = arm
@@ -266,26 +239,24 @@ class Reader(model.GPT):
         learned = self.blocks[0].attn.lambda_full()
         if self.held_lambda is None:
             return learned
-        assert learned is not None, f"{self.arm} has no lambda to hold"
         return torch.full_like(learned, self.held_lambda)
 
     def tokens(self, texts):
         """The embedded texts, (B, T, C): a token for each pair, or two, and one for each query."""
-        N = texts.key.shape[1]
         order = texts.rank.argsort(-1)  # which pair stands at each place
         asked = texts.key[:, -QUERIES:]
         value = 4 * self.task.pairs + texts.value  # the rows behind those of the keys
         mark = torch.full_like(asked, 6 * self.task.pairs)
         key = self.wte(torch.cat((texts.key.gather(1, order), asked), dim=1))
-        value_or_mark = self.wte(torch.cat((value.gather(1, order), mark), dim=1))
-        if not self.task.two_tokens:
-            return key + value_or_mark
-        pairs = torch.stack((key[:, :N], value_or_mark[:, :N]), dim=2).flatten(1, 2)  # (B, 2 N, C)
-        queries = key[:, N:] + value_or_mark[:, N:]
-        return torch.cat((pairs, queries), dim=1)
+        value = self.wte(torch.cat((value.gather(1, order), mark), dim=1))
+        if self.task.two_tokens:
+            N = order.shape[1]
+            pairs = torch.stack((key[:, :N], value[:, :N]), dim=2).flatten(1, 2)  # (B, 2 N, C)
+            return torch.cat((pairs, key[:, N:] + value[:, N:]), dim=1)
+        return key + value
 
     def look_up(self, x):
-        """What the queries take from each of the tokens x (B, T, C), and the values of all tokens.
+        """What the queries take from each token of x (B, T, C), and the values of all tokens.
 
         These are the last rows of the map, (B, h, QUERIES, T), and V, (B, h, T, d_v).
         """
@@ -295,6 +266,11 @@ class Reader(model.GPT):
             x = shift(x)
         q, k, v, _ = layer.project(x)
         q = q[:, :, -QUERIES:]
+        if self.task.tau is not None:
+            # all queries have one length, and so have all keys: no logit is larger than tau. (The
+            # average is a map whose queries are zeros, and they stay zeros.)
+            q = self.task.tau * math.sqrt(layer.head_dim) * F.normalize(q, dim=-1)
+            k = F.normalize(k, dim=-1)
         position = torch.arange(x.shape[1])
         distance = position[-QUERIES:, None] - position  # (QUERIES, T)
         log_D = model.log_mask(layer.decay_rate(q), distance)
@@ -325,7 +301,7 @@ def with_lambda(reader, number):
 # training and testing
 
 
-def train_reader(arm, task, lr, seed, bar=False):
+def train_reader(arm, task, lr, seed):
     """A trained Reader and its learning curve. Every step has new texts, the same for all arms."""
     torch.set_num_threads(1)  # a model this small has nothing to share
     reader = Reader(arm, task, seed, held_lambda=1.0 if task.lambda_is == "1" else None)
@@ -333,12 +309,11 @@ def train_reader(arm, task, lr, seed, bar=False):
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0, fused=True)
     generator = torch.Generator().manual_seed(seed)
     curve = []
-    for step in tqdm(range(task.steps), arm, unit=" steps", mininterval=1, disable=not bar):
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min(1, (step + 1) / WARMUP) * (1 - step / task.steps)
+    for step in tqdm(range(task.steps), arm, leave=False, disable=None):
+        rate = lr * min(1, (step + 1) / WARMUP) * (1 - step / task.steps)
+        optimizer.param_groups[0]["lr"] = rate
         m = 0
         if task.crowd_in_training:
-            # one m for the whole batch: a text does not know the crowds of the others anyway
             m = int(torch.randint(3 * task.pairs // 4 + 1, (), generator=generator))
         texts = make_texts(generator, BATCH, task.pairs, m)
         loss = F.cross_entropy(reader(texts).flatten(0, 1), texts.answer().flatten())
@@ -357,11 +332,9 @@ def train_reader(arm, task, lr, seed, bar=False):
 
 @torch.no_grad()
 def test_on(reader, texts):
-    """(loss, share of right answers) on these texts. The loss of a run that diverged is inf."""
+    """(loss, share of right answers) on these texts."""
     logits = reader(texts)
     loss = F.cross_entropy(logits.flatten(0, 1), texts.answer().flatten()).item()
-    if not math.isfinite(loss):
-        loss = math.inf
     return loss, (logits.argmax(-1) == texts.answer()).float().mean().item()
 
 
@@ -375,44 +348,31 @@ def weights_of_pairs(reader, texts):
     return A.gather(-1, place[:, None, None].expand(*A.shape[:3], -1))
 
 
-def largest_is_right(reader, texts):
-    """For each head, the share of the queries' rows in which the right pair weighs most."""
-    weights = weights_of_pairs(reader, texts)
-    right = torch.arange(weights.shape[-1])[-QUERIES:]
-    return (weights.argmax(-1) == right).float().mean((0, 2)).tolist()
-
-
-def test_reader(reader):
-    """What the row of a run says of its tests."""
-    N = reader.task.pairs
-    losses = {}
-    accuracy = {}
-    hidden = {}  # without the crowd's pairs: is the model right once they are gone?
-    long = {}
-    for m in crowds(N, reader.arm):
-        texts = test_texts(N, m)
-        losses[str(m)], accuracy[str(m)] = test_on(reader, texts)
-        _, hidden[str(m)] = test_on(reader, texts.without(m))
-    if not reader.task.two_tokens:  # the T x T numbers of the delta rule would not fit into memory
-        for more in LONG_CROWDS:
-            _, long[str(more)] = test_on(reader, test_texts(N, more=more, B=32))
-    found = dict(accuracy=accuracy, accuracy_hidden=hidden, accuracy_long=long, losses=losses)
-    found["loss"] = fmean(loss for m, loss in losses.items() if m != "0")
-    found["largest_is_right"] = largest_is_right(reader, test_texts(N, N // 4, B=128))
-    return found
-
-
-def train_and_test(arm, task, lr, seed, bar=False):
+def train_and_test(arm, task, lr, seed):
     """A trained Reader, as it reads the tests, and the JSON row of its run."""
     start = time.process_time()  # of this process, whatever else the machine does
-    reader, curve = train_reader(arm, task, lr, seed, bar)
+    reader, curve = train_reader(arm, task, lr, seed)
     row = dict(arm=arm, **asdict(task), lr=lr, seed=seed)
+    row |= dict(accuracy={}, accuracy_hidden={}, accuracy_long={}, losses={})
     lam = reader.get_lambda()
     row["lambda"] = None if lam is None else lam.item()
     if task.lambda_is == "1 in tests":
         row["lambda"] = row["lambda"] or 0.0  # one map was trained without a minus
         reader = with_lambda(reader, 1.0)
-    row |= test_reader(reader)
+    N = task.pairs
+    for m in crowds(N, arm):
+        texts = test_texts(N, m)
+        row["losses"][str(m)], row["accuracy"][str(m)] = test_on(reader, texts)
+        # without the crowd's pairs: is the model right once they are gone?
+        _, row["accuracy_hidden"][str(m)] = test_on(reader, texts.without(m))
+    if not task.two_tokens:  # the T x T numbers of the delta rule would not fit into memory
+        for more in LONG_CROWDS:
+            _, row["accuracy_long"][str(more)] = test_on(reader, test_texts(N, more=more, B=32))
+    row["loss"] = fmean(loss for m, loss in row["losses"].items() if m != "0")
+    # in how many rows of the map the right pair weighs most, for each head
+    weights = weights_of_pairs(reader, test_texts(N, N // 4, B=128))
+    right = torch.arange(N)[-QUERIES:]
+    row["largest_is_right"] = (weights.argmax(-1) == right).float().mean((0, 2)).tolist()
     row |= dict(curve=curve, seconds=round(time.process_time() - start, 1))
     row |= dict(machine=device_name(torch.device("cpu")), commit=commit())
     return reader, row
@@ -421,33 +381,34 @@ def train_and_test(arm, task, lr, seed, bar=False):
 # -----------------------------------------------------------------------------
 # the experiment: each arm at its own best rate, chosen on plain texts
 
-TAUS = (2.0, 1.5, 2.5, 3.0, 3.5)
+TAUS = (1.5, 2.0, 2.5, 3.0, 3.5)
 FEW_TAUS = (2.0, 3.5, None)
 SUBTRACT = ["softmax minus average", "diff"]
 SUBTRACT_LINEAR = ["linear minus average", "diff_linear"]
 # the comparisons: a task, and the arms
-EXPERIMENTS = {}
-EXPERIMENTS["softmax"] = [
-    *[(softmax_task(tau), SOFTMAX) for tau in (*TAUS, None)],
-    *[(softmax_task(2.0, heads=heads), ["softmax"]) for heads in (2, 4)],
-    *[(softmax_task(tau, lambda_is="1 in tests"), ["softmax", *SUBTRACT]) for tau in FEW_TAUS],
-    *[(softmax_task(tau, lambda_is="1"), SUBTRACT) for tau in FEW_TAUS],
-]
-EXPERIMENTS["linear"] = [
-    (Task(), LINEAR),
-    (Task(steps=2000), LINEAR),
-    (Task(pairs=128), LINEAR),
-    (Task(pairs=128, steps=2000), LINEAR),
-    (Task(two_tokens=True, steps=2000), LINEAR[:4]),
-    (Task(pairs=128, lambda_is="1 in tests"), SUBTRACT_LINEAR),
-    (Task(two_tokens=True, steps=2000, lambda_is="1 in tests"), SUBTRACT_LINEAR),
-    (Task(lambda_is="1 in tests"), ["linear", *SUBTRACT_LINEAR]),
-    (Task(lambda_is="1"), ["linear minus average"]),
-    # the first experiment had the other arms, see lab/README.md
-    (Task(steps=2000, crowd_in_training=True), ["linear minus average"]),
-    (Task(pairs=128, steps=2000, crowd_in_training=True), ["linear minus average"]),
-    (softmax_task(1.0, heads=2, crowd_in_training=True), ["softmax minus average"]),
-]
+EXPERIMENTS = {
+    "softmax": [
+        *[(softmax_task(tau), SOFTMAX) for tau in (*TAUS, None)],
+        *[(softmax_task(2.0, heads), ["softmax"]) for heads in (2, 4)],
+        *[(softmax_task(tau, lambda_is="1 in tests"), ["softmax", *SUBTRACT]) for tau in FEW_TAUS],
+        *[(softmax_task(tau, lambda_is="1"), SUBTRACT) for tau in FEW_TAUS],
+    ],
+    "linear": [
+        (Task(), LINEAR),
+        (Task(steps=2000), LINEAR),
+        (Task(pairs=128), LINEAR),
+        (Task(pairs=128, steps=2000), LINEAR),
+        (Task(two_tokens=True, steps=2000), LINEAR[:4]),
+        (Task(pairs=128, lambda_is="1 in tests"), SUBTRACT_LINEAR),
+        (Task(two_tokens=True, steps=2000, lambda_is="1 in tests"), SUBTRACT_LINEAR),
+        (Task(lambda_is="1 in tests"), ["linear", *SUBTRACT_LINEAR]),
+        (Task(lambda_is="1"), ["linear minus average"]),
+        # the first experiment had the other arms, see lab/README.md
+        (Task(steps=2000, crowd_in_training=True), ["linear minus average"]),
+        (Task(pairs=128, steps=2000, crowd_in_training=True), ["linear minus average"]),
+        (softmax_task(1.0, heads=2, crowd_in_training=True), ["softmax minus average"]),
+    ],
+}
 # the questions about linear maps, fixed before the first run: differences of the mean loss on texts
 # with a crowd. Those of 64 pairs and 8,000 steps decide
 CONTRASTS = [
@@ -458,18 +419,13 @@ CONTRASTS = [
 CONTRAST_LEVEL = 0.983  # of their intervals. 1 - 0.05 / 3: together they have an error of 5 %
 
 
-def run_once(arm, lr, seed, **settings):
-    """The row of a run whose Task has these settings."""
-    return train_and_test(arm, Task(**settings), lr, seed)[1]
-
-
 def run_arm(cache, arm, task):
     """The rows of an arm: its rate by the loss on plain texts on CHOOSE_ON, then SEEDS."""
 
     def row(task, lr, seed):
-        found = cache.run(run_once, **asdict(task), arm=arm, lr=lr, seed=seed)
-        accuracy = " ".join(f"{m}:{a:.3f}" for m, a in found["accuracy"].items())
-        print(f"  {arm}, {task.steps} steps, lr {lr:g}, seed {seed}: {accuracy}", flush=True)
+        settings = dict(arm=arm, **asdict(task), lr=lr, seed=seed)
+        found = cache.run(lambda **_: train_and_test(arm, task, lr, seed)[1], **settings)
+        print(f"{arm}, {task.steps} steps, lr {lr:g}, seed {seed}:", found["accuracy"], flush=True)
         return found
 
     choosing = replace(task, steps=min(task.steps, CHOOSE_STEPS))
@@ -484,10 +440,7 @@ def run_arm(cache, arm, task):
 
 
 def reported(rows, task, arms):
-    """The rows of a task by arm and by seed, without the arms that lack a seed.
-
-    Their "task" is its settings in words.
-    """
+    """The rows of a task by arm and by seed, without the arms that lack a seed."""
     settings = asdict(task)
     name = ", ".join(f"{key} {value}" for key, value in settings.items() if value)
     found = []
@@ -518,46 +471,26 @@ def border(row):
 # tables and figures, of rows as `reported` gives them
 
 
-def side_by_side(column):
-    """One cell for all seeds."""
-    return " ".join(f"{number:.3g}" for number in column.dropna())
-
-
-def accuracy_table(runs, what="accuracy", by=("task", "arm")):
-    """A row for each task and arm: the per cent of right answers by the size of the crowd."""
+def means_table(runs, numbers, by=("task", "arm")):
+    """A row for each task and arm. numbers: a dict for each run, whose None are left out."""
     import pandas as pd
 
-    frame = pd.DataFrame([row for row in runs if row[what]])  # there may be no long texts
-    percent = 100 * pd.DataFrame(list(frame[what])).add_prefix("m = ")
-    groups = percent.round().groupby([frame[key] for key in by], sort=False)
-    return groups.agg(side_by_side).reset_index()
-
-
-def summary_table(runs):
-    """The rate of each arm, losses, border, lambda, and how often the right pair leads."""
-    import pandas as pd
-
-    frame = pd.DataFrame(runs)
-    frame["plain loss"] = [row["losses"]["0"] for row in runs]
-    frame["right pair leads"] = [fmean(row["largest_is_right"]) for row in runs]
-    frame["half right at"] = [border(row) for row in runs]
-    groups = frame.groupby(["task", "arm"], sort=False)
-    means = groups[["lr", "plain loss", "loss", "right pair leads"]].mean()
-    return means.join(groups[["half right at", "lambda"]].agg(side_by_side)).reset_index()
+    keys = pd.DataFrame(runs)
+    groups = pd.DataFrame(numbers, dtype=float).groupby([keys[key] for key in by], sort=False)
+    return groups.mean().reset_index()
 
 
 def contrast_table(runs):
     """The contrasts of each task, with intervals of CONTRAST_LEVEL."""
     import pandas as pd
 
-    frame = pd.DataFrame(runs)
-    frame["arm"] += ", " + frame["task"]
-    pairs = []
-    for task in frame["task"].unique():
-        pairs += [(f"{arm}, {task}", f"{base}, {task}") for arm, base in CONTRASTS]
-    there = [pair for pair in pairs if set(pair) <= set(frame["arm"])]
-    table = report.plus_minus(report.compare(frame, there, CONTRAST_LEVEL), "difference")
-    return table.assign(base=[base.split(",")[0] for base in table["base"]])
+    tables = []
+    for task, frame in pd.DataFrame(runs).groupby("task", sort=False):
+        pairs = [pair for pair in CONTRASTS if set(pair) <= set(frame["arm"])]
+        table = report.plus_minus(report.compare(frame, pairs, CONTRAST_LEVEL), "difference")
+        table.insert(0, "task", task)
+        tables.append(table)
+    return pd.concat(tables)
 
 
 GREEN = "#009E73"
@@ -589,24 +522,18 @@ def draw_accuracy(ax, runs, what="accuracy", said="", line=None):
     ax.set(xlabel="pairs that share a value", ylim=(-3, 103))
 
 
-def draw_border(ax, tau):
-    """The crowd that outvotes, by the law."""
-    ax.axvline(math.exp(tau), color="black", linestyle=":")
-    ax.text(math.exp(tau) + 1, 50, f"$e^{{{tau:g}}}$ = {math.exp(tau):.1f}")
-
-
 def crowd_figure(rows):
     """Right answers by the size of the crowd."""
     figure, axes = report.new_figure(columns=2, width=9, height=6, sharey=True)
     draw_accuracy(axes[0], reported(rows, softmax_task(2.0), SOFTMAX))
     draw_accuracy(axes[1], reported(rows, Task(), LINEAR))
-    draw_border(axes[0], tau=2.0)
+    axes[0].axvline(math.exp(2), color="black", linestyle=":")  # the law's border
+    axes[0].text(math.exp(2) + 1, 50, "$e^{2}$ = 7.4")
     axes[0].set(title="softmax, logits up to 2", ylabel="right answers, %")
     axes[1].set(title="linear attention")
-    handles = {}  # an arm of softmax looks like its twin in linear attention
-    for ax in axes:
-        handles |= dict(zip(*reversed(ax.get_legend_handles_labels())))
-    figure.legend(handles.values(), handles, loc="outside upper center", ncols=3, frameon=False)
+    # an arm of softmax looks like its twin in linear attention
+    figure.legend(*axes[1].get_legend_handles_labels(), loc="outside upper center", ncols=3,
+                  frameon=False)
     return figure
 
 
@@ -628,12 +555,10 @@ def law_figure(rows):
     for arm, heads, beside, marker in kinds:
         name, color, _ = LOOKS[arm]
         label = name if heads == 1 else f"{heads} heads"
-        x = []
-        y = []
-        for tau in TAUS:
-            for row in reported(rows, softmax_task(tau, heads), [arm]):
-                x.append(tau + beside)
-                y.append(min(border(row), above))
+        tasks = [softmax_task(tau, heads) for tau in TAUS]
+        runs = [row for task in tasks for row in reported(rows, task, [arm])]
+        x = [row["tau"] + beside for row in runs]
+        y = [min(border(row), above) for row in runs]
         ax.plot(x, y, marker, color=color, markersize=9, alpha=0.6, label=label)
     ax.axhline(largest, color=GREY, linewidth=0.8)
     ax.text(1.4, above + 2.5, f"not outvoted by {largest}")
@@ -651,97 +576,76 @@ def long_figure(rows):
         ("linear", Task(), ["linear", *SUBTRACT_LINEAR]),
     ]
     for ax, (title, task, arms) in zip(axes, panels):
-        learned = reported(rows, task, arms)
-        held = reported(rows, replace(task, lambda_is="1 in tests"), arms)
-        draw_accuracy(ax, learned, "accuracy_long", line=":")
-        draw_accuracy(ax, held, "accuracy_long", ", λ = 1", line="-")
+        held = replace(task, lambda_is="1 in tests")
+        draw_accuracy(ax, reported(rows, task, arms), "accuracy_long", line=":")
+        draw_accuracy(ax, reported(rows, held, arms), "accuracy_long", ", λ = 1", line="-")
         ax.set(title=title, xlabel="")
         ax.set_xscale("log", base=2)
         ax.set_xticks([64, 512, 4096], ["64", "512", "4,096"])
     axes[0].set(ylabel="right answers, %")
     axes[1].set(xlabel="agreeing pairs, added to the 64")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2,
+                  frameon=False)
     return figure
 
 
 def weights_figure(readers, N, m):
-    """Why: what one query takes from each value of a text, and from the same text when m agree.
+    """What one query takes from each pair of a text, and from the same text when m agree.
 
+    The right pair is green, and the m of the crowd are orange.
     readers: {arm or another title: a trained Reader with one head}.
     """
     figure, axes = report.new_figure(2, len(readers), width=9, height=7, sharex=True, sharey=True)
-    for column, (title, reader) in enumerate(readers.items()):
-        axes[column].set_title(LOOKS[title][0] if title in LOOKS else title)
-        for agree in (False, True):
-            weights = weights_of_pairs(reader, test_texts(N, m, agree=agree))
-            ax = axes[column + agree * len(readers)]
-            draw_weights(ax, weights[0, 0, 0].tolist(), m, agree)  # of the first query
+    right = N - QUERIES  # the first query asks for this pair
+    for i, ax in enumerate(axes):
+        agree = i >= len(readers)  # the second row
+        title, reader = list(readers.items())[i % len(readers)]
+        weights = weights_of_pairs(reader, test_texts(N, m, agree=agree))[0, 0, 0].tolist()
+        numbers = {right: weights[right]}
+        ax.bar(range(m, N), weights[m:], 1, color=GREY)
+        ax.bar(right, weights[right], 3, color=GREEN)
+        if agree:
+            numbers[m / 2] = sum(weights[:m])  # they have one value, so they add up
+            ax.bar(m / 2, numbers[m / 2], 5, color=ORANGE)
+        else:
+            ax.bar(range(m), weights[:m], 1, color=ORANGE)
+            ax.set_title(LOOKS[title][0] if title in LOOKS else title)
+        for x, weight in numbers.items():
+            said = round(weight, 2) + 0.0  # 0.0 and not -0.0
+            ax.text(x, max(weight, 0) + 0.005, f"{said:.2f}", ha="center")
+        ax.axhline(0, color="black", linewidth=0.8)
+        ax.set_xticks([])
+        ax.margins(y=0.1)
+        ax.locator_params(axis="y", nbins=4)
     axes[0].set_ylabel("none agree")
     axes[len(readers)].set_ylabel(f"{m} agree")
     return figure
-
-
-def draw_weights(ax, weights, m, agree):
-    """The weight of each pair: the right one green, and orange the m of the crowd."""
-    right = len(weights) - QUERIES
-    numbers = {right: weights[right]}
-    ax.bar(range(m, len(weights)), weights[m:], 1, color=GREY)
-    ax.bar(right, weights[right], 3, color=GREEN)
-    if agree:
-        numbers[m / 2] = sum(weights[:m])  # they have one value, so they add up
-        ax.bar(m / 2, numbers[m / 2], 5, color=ORANGE)
-    else:
-        ax.bar(range(m), weights[:m], 1, color=ORANGE)
-    for x, weight in numbers.items():
-        said = round(weight, 2) + 0.0  # 0.0 and not -0.0
-        ax.text(x, max(weight, 0) + 0.005, f"{said:.2f}", ha="center")
-    ax.axhline(0, color="black", linewidth=0.8)
-    ax.set_xticks([])
-    ax.margins(y=0.1)
-    ax.locator_params(axis="y", nbins=4)
 
 
 # -----------------------------------------------------------------------------
 # the verbs
 
 
-def experiment(comparisons, out):
-    """Trains all that these comparisons need, and writes a row for each run."""
-    cache = Cache(out / "runs.jsonl")
-    for task, arms in comparisons:
-        print(task, flush=True)
-        for arm in arms:
-            run_arm(cache, arm, task)
-
-
 def publish(out):
-    """Writes the tables, the data and the figures of all arms that are finished.
-
-    They are lookup.md, lookup.json, lookup.png (right answers by the crowd), law.png (the border by
-    the cap) and long.png (longer texts).
-    """
+    """Writes the tables, the data and the figures of all arms that are finished."""
     rows = Cache(out / "runs.jsonl").rows
     runs = []
     for task, arms in EXPERIMENTS["softmax"] + EXPERIMENTS["linear"]:
         runs += reported(rows, task, arms)
     if not runs:
         raise UserError(f"no arm of {out / 'runs.jsonl'} is finished: there is nothing to publish")
+    laws = [{"half right at": border(row), "lambda": row["lambda"]} for row in runs]
     tables = {
         f"Contrasts of the loss, ± half of a {CONTRAST_LEVEL:.1%} interval": contrast_table(runs),
-        "Right answers, %, by the crowd m": accuracy_table(runs),
-        "The same without the crowd's pairs": accuracy_table(runs, "accuracy_hidden"),
-        "m agreeing pairs beside the others": accuracy_table(runs, "accuracy_long"),
-        "Rates, losses, borders, lambdas": summary_table(runs),
+        "Right answers by the crowd": means_table(runs, [row["accuracy"] for row in runs]),
+        "By pairs added": means_table(runs, [row["accuracy_long"] for row in runs]),
+        "Border and lambda": means_table(runs, laws),
     }
     conditions = {
-        "seeds": f"rates chosen on {CHOOSE_ON}, these are {SEEDS}, side by side in a cell",
-        "precision": "float32",
-        "machine": "; ".join(sorted({row["machine"] for row in rows if "machine" in row})),
+        "seeds": f"rates chosen on {CHOOSE_ON}, means of {SEEDS}",
+        "machine": "; ".join(sorted({row["machine"] for row in rows})),
     }
-    command = "python -m lab.lookup publish"  # --out says nothing about the runs
-    figure = crowd_figure(rows)
-    report.publish(out, "lookup", "The look-up", tables, rows, conditions, figure, command)
+    report.publish(out, "lookup", "The look-up", tables, rows, conditions, crowd_figure(rows))
     law_figure(rows).savefig(out / "law.png")
     long_figure(rows).savefig(out / "long.png")
 
@@ -752,24 +656,12 @@ def demo(out, seed):
     runs = []
     readers = {}
     for arm, lr in SHOWN.items():
-        readers[arm], row = train_and_test(arm, task, lr, seed, bar=True)
+        readers[arm], row = train_and_test(arm, task, lr, seed)
         runs.append(row)
-    table = accuracy_table(runs, by=["arm"])
-    tables = {"Right answers in per cent, where m of the pairs agree": table}
-    figure, (ax,) = report.new_figure(width=6, height=4.5)
-    draw_accuracy(ax, runs)
-    draw_border(ax, task.tau)
-    ax.set(ylabel="right answers, %")
-    ax.legend(loc="center right")
-    conditions = {
-        "task": f"{task.pairs} pairs a text; guessing finds 1 %",
-        "trained on": f"texts in which no pairs agree, {task.steps} steps, seed {seed}",
-    }
-    title = "A look-up among 64 pairs, when some of the others agree"
-    report.publish(out, "demo", title, tables, runs, conditions, figure)
-    weights_figure(readers, task.pairs, 16).savefig(out / "demo_weights.png")
-    print(f"the picture is {out}/demo.png, the data {out}/demo.json, and {out}/demo_weights.png "
-          "shows the weights behind it")
+    table = means_table(runs, [row["accuracy"] for row in runs], by=["arm"])
+    tables = {"Right answers, by how many of the 64 pairs agree": table}
+    figure = weights_figure(readers, task.pairs, 16)
+    report.publish(out, "demo", "A look-up", tables, runs, dict(seed=seed), figure)
 
 
 def main(argv=None):
@@ -779,24 +671,20 @@ def main(argv=None):
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    p.add_argument("verb", nargs="?", choices=(*EXPERIMENTS, "publish"),
-                   help="without one: see it in a minute")
+    p.add_argument("verb", nargs="?", choices=(*EXPERIMENTS, "publish"))
     p.add_argument("--seed", type=random_seed, default=1, help="of the models without a verb (1)")
-    p.add_argument("--out", type=path, default=Path("out/lookup"),
-                   help="folder for all of it (out/lookup)")
+    p.add_argument("--out", type=path, default=Path("out/lookup"), help="folder (out/lookup)")
     args = p.parse_args(argv)
-    if args.verb == "publish":
-        publish(args.out)
-        return
-    try:  # now, and not behind the training
-        args.out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=args.out).close()
-    except OSError as e:
-        raise UserError(f"--out={args.out} can't be written: {e.strerror}") from None
     if args.verb is None:
         demo(args.out, args.seed)
+    elif args.verb == "publish":
+        publish(args.out)
     else:
-        experiment(EXPERIMENTS[args.verb], args.out)
+        cache = Cache(args.out / "runs.jsonl")
+        for task, arms in EXPERIMENTS[args.verb]:
+            print(task, flush=True)
+            for arm in arms:
+                run_arm(cache, arm, task)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,8 @@
 """
 A result as a table, a figure and data: compares arms over their seeds, and publishes the three.
 
-    runs = pd.DataFrame(dict(arm=list("aabb"), loss=[1.0, 1.2, 2.0, 2.2]))  # a line for each run
-    table = means(runs)
-    figure, (ax,) = new_figure(height=1 + 0.5 * len(table))
-    dots(ax, runs, table)
-    tables = {"Val loss": plus_minus(table, "mean"),
-              "Differences": plus_minus(compare(runs, [("b", "a")]), "difference")}
-    publish("out", "toy", "Two arms", tables, runs.to_dict("records"), dict(steps=500), figure)
-
-A ± is always half of a 95 % interval. How far single runs or timings lie apart is called a spread.
-A run that diverged has the loss inf, and so its arm has the mean inf: the runs that are left may be
-the better ones.
+A ± is always half of a 95 % interval. A run that diverged has the loss inf, and so its arm has the
+mean inf: the runs that are left may be the better ones.
 """
 import json
 import math
@@ -34,7 +25,6 @@ COLORS = {
     "linear": "#009E73",
     "diff_linear": "#CC79A7",
 }
-OTHER_COLORS = ["#000000", "#56B4E9", "#777777"]  # for what is none of these arms
 
 
 def need(package):
@@ -43,14 +33,9 @@ def need(package):
         raise UserError(f"{package} is missing: pip install -r lab/requirements.txt")
 
 
-# -----------------------------------------------------------------------------
-# statistics
-
-
 def means(runs, value="loss"):
     """The mean of each arm's runs with its 95 % interval (Student's t), in the order of the runs.
 
-    runs: a data frame with a row for each run, and the columns arm and `value`.
     Returns a data frame: arm, n, mean, low, high. low and high are NaN where there is one run only,
     or one that diverged.
     """
@@ -66,16 +51,15 @@ def means(runs, value="loss"):
             half = stats.t.ppf(0.975, n - 1) * losses.sem()
         mean = losses.mean()
         rows.append(dict(arm=arm, n=n, mean=mean, low=mean - half, high=mean + half))
-    return pd.DataFrame(rows, columns=["arm", "n", "mean", "low", "high"])
+    return pd.DataFrame(rows)
 
 
 def compare(runs, pairs, level=0.95):
     """The difference of the mean losses of two arms with its interval (Welch), for each pair.
 
-    Arms that share a seed are not paired: that took nothing off the noise.
-    runs: a data frame with a row for each run, and the columns arm and loss.
-    pairs: tuples of an arm and the one that it is compared to.
-    Returns a data frame: arm, base, difference, low, high. The last two are NaN as in means.
+    pairs: tuples of an arm and the one that it is compared to. Returns a data frame: arm, base,
+    difference, low, high. The last two are NaN as in means. Arms that share a seed are not paired:
+    that took nothing off the noise.
     """
     import pandas as pd
     from scipy import stats
@@ -87,118 +71,103 @@ def compare(runs, pairs, level=0.95):
         low = high = math.nan
         if min(len(a), len(b)) > 1 and np.isfinite([*a, *b]).all():
             low, high = stats.ttest_ind(a, b, equal_var=False).confidence_interval(level)
-        difference = float(a.mean()) - float(b.mean())
+        difference = a.mean() - b.mean()
         rows.append(dict(arm=arm, base=base, difference=difference, low=low, high=high))
     return pd.DataFrame(rows, columns=["arm", "base", "difference", "low", "high"])
 
 
-# -----------------------------------------------------------------------------
-# tables
-
-
 def plus_minus(table, column):
-    """The table of means or compare for a page: low and high become a ± behind the `column`.
-
-        plus_minus(means(runs), "mean")     # arm, n, mean, where mean is text like "1.250 ± 0.010"
-    """
+    """The table of means or compare for a page: low and high become a ± behind the `column`."""
     cells = []
-    for value, low, high in zip(table[column], table["low"], table["high"]):
-        half = (high - low) / 2
+    for value, half in zip(table[column], (table["high"] - table["low"]) / 2):
         digits = 3
         if 0 < half < 0.001:
             digits = min(6, -math.floor(math.log10(half)))  # else the interval would look like 0
         cell = f"{value:.{digits}f}"
-        if not math.isnan(half):
-            cell += f" ± {half:.{digits}f}"
-        cells.append(cell)
+        cells.append(cell if math.isnan(half) else f"{cell} ± {half:.{digits}f}")
     return table.assign(**{column: cells}).drop(columns=["low", "high"])
+
+
+def average(runs, by, values):
+    """A row for each combination of the columns `by`, arm among them: n, and the means with ±."""
+    import pandas as pd
+
+    table = []
+    for key, group in runs.groupby(by, sort=False):
+        row = dict(zip(by, key)) | {"n": len(group)}
+        for value in values:
+            row[value] = plus_minus(means(group, value), "mean")["mean"].item()
+        table.append(row)
+    return pd.DataFrame(table)
 
 
 def format_cell(x):
     """A cell of a Markdown table. None and NaN are a dash."""
-    if x is None or x != x or x == "nan":
+    if x is None or x != x:
         return "–"
-    if isinstance(x, bool):
-        return "yes" if x else "no"
-    if isinstance(x, (int, np.integer)):
+    if isinstance(x, int):
         return f"{x:,}"
-    if isinstance(x, float):
-        return f"{x:,.0f}" if 1000 <= abs(x) < math.inf else f"{x:.4g}"
-    return str(x).replace("|", "\\|")
+    return f"{x:.4g}" if isinstance(x, float) else str(x)
 
 
 def to_markdown(table):
-    """A data frame as a Markdown table, without its index."""
     rows = [list(table.columns), ["---"] * table.shape[1]]
     for record in table.to_dict("records"):
         rows.append([format_cell(x) for x in record.values()])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-# -----------------------------------------------------------------------------
-# files
+def conditions_of(runs):
+    """What the numbers of train.py's runs are quoted with. runs: the heads of their logs."""
+    import pandas as pd
+
+    runs = pd.DataFrame(runs)
+    head = runs.iloc[0]
+    return {
+        "machine": head["device_name"],
+        "torch": head["torch"],
+        "precision": head["dtype"],
+        "data": head["data"],
+        "length": f"{head['steps']:,} steps of {head['total_batch']:,} tokens",
+        "seeds": ", ".join(map(str, runs["seed"].unique())),
+        "±": "half of a 95 % interval: Student's t for a mean, Welch's for a difference",
+        "commit of the runs": ", ".join(sorted(set(map(str, runs["commit"])))),
+    }
 
 
-def to_plain(x):
-    """What JSON does not know: numpy's numbers, and paths and the like, which become text."""
-    return x.item() if isinstance(x, np.generic) else str(x)
+def publish(out, name, title, tables, runs, conditions, figure, command=None):
+    """Prints the tables, and writes name.md, name.json and name.png to the folder `out`.
 
-
-def to_json(head, runs):
-    """head, a dict, with the entry "runs" as its last one: each run on a line of its own."""
-    compact = dict(separators=(",", ":"), default=to_plain)
-    lines = [json.dumps(run, **compact) for run in runs]
-    first = json.dumps(head, **compact).removesuffix("}")
-    return first + ',"runs":[\n' + ",\n".join(lines) + "\n]}\n"
-
-
-def publish(out, name, title, tables, runs, conditions, figure=None, command=None):
-    """Prints the tables, and writes them to the folder `out` as name.md, with name.json and
-    name.png beside it.
-
-    tables: {heading: data frame}. runs: a list of dicts, one for each run or each timing. They go
-    into the JSON, and everything in the tables can be computed from them again. conditions: a dict
-    of what a number is quoted with; "machine" in it is that of the runs, else it is this one.
-    figure: matplotlib's. command: what made the result, by default the command of this process.
-
-    inf and NaN stand in the JSON as Infinity and NaN. That is Python's own dialect: json.loads
-    gives the same numbers back, where null could not say which of the two it was.
+    tables: {heading: data frame}. runs: a list of dicts, one for each run, for the JSON (in which
+    Infinity and NaN stand as Python writes them). conditions: what a number is quoted with. The
+    "machine" in it is that of the runs, else it is this one. command: by default this process's.
     """
     if command is None:
         in_notebook = "ipykernel_launcher" in sys.orig_argv  # whose command says nothing
         command = "notebook.ipynb" if in_notebook else shlex.join(["python", *sys.orig_argv[1:]])
-    head = dict(title=title, command=command)
-    head |= dict(commit=commit(), date=time.strftime("%Y-%m-%d"), machine=platform.platform())
-    head |= {key: conditions[key] for key in ("date", "machine") if key in conditions}
+    said = dict(machine=platform.platform()) | conditions
+    said |= dict(date=time.strftime("%Y-%m-%d"), commit=commit())
     parts = [f"# {title}"]
     for heading, table in tables.items():
         parts.append(f"## {heading}\n\n{to_markdown(table)}")
-    if figure is not None:
-        parts.append(f"![{title}]({name}.png)")
-    said = conditions | {key: head[key] for key in ("machine", "date", "commit")}
+    parts.append(f"![{title}]({name}.png)")
     parts.append("\n".join(f"- {key}: {value}" for key, value in said.items()))
-    parts.append(f"    {head['command']}")
+    parts.append(f"    {command}")
     text = "\n\n".join(parts) + "\n"
     print(f"\n{text}")  # first, so that a full disk can't take it away
 
+    head = json.dumps(dict(title=title, command=command) | said)
+    lines = ",\n".join(json.dumps(run) for run in runs)  # a run is a line
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.md").write_text(text, encoding="utf-8")
-    (out / f"{name}.json").write_text(to_json(head | dict(conditions=conditions), runs))
-    if figure is not None:
-        figure.savefig(out / f"{name}.png")
+    (out / f"{name}.json").write_text(f'{head[:-1]}, "runs": [\n{lines}\n]}}\n')
+    figure.savefig(out / f"{name}.png")
     print(f"-> {out / name}.md")
 
 
-# -----------------------------------------------------------------------------
-# figures
-
-
 def new_figure(rows=1, columns=1, width=6, height=4, **subplots):
-    """A figure of our one style, and a flat array of its axes. width and height are in inches.
-
-        figure, (left, right) = new_figure(columns=2, width=9, sharey=True)
-    """
+    """A figure of our one style, and a flat array of its axes. width and height are in inches."""
     from matplotlib import rcParams
     from matplotlib.figure import Figure
 
@@ -220,34 +189,23 @@ def new_figure(rows=1, columns=1, width=6, height=4, **subplots):
     return figure, axes.flatten()
 
 
-def colors(arms):
-    """{arm: its colour}. "diff no norm" has that of "diff"."""
-    found = {}
-    others = 0
-    for arm in arms:
-        found[arm] = COLORS.get(arm.split()[0])
-        if found[arm] is None:
-            found[arm] = OTHER_COLORS[others % len(OTHER_COLORS)]
-            others += 1
-    return found
+def dots(ax, runs, value="loss"):
+    """A row for each arm, from the top: a dot for each run, and the mean with its interval.
 
-
-def dots(ax, runs, table, value="loss"):
-    """A row for each arm of the table of means, from the top: a dot for each run, and the mean with
-    its interval. An arm whose mean is inf has the word "diverged"."""
-    color = colors(table["arm"])
-    for height, row in enumerate(table.to_dict("records")):
-        losses = runs.loc[runs["arm"] == row["arm"], value]
+    An arm whose mean is inf has the word "diverged". "diff no norm" has the colour of "diff".
+    """
+    table = means(runs, value)
+    for height, (arm, _, mean, low, _) in enumerate(table.itertuples(index=False)):
+        losses = runs.loc[runs["arm"] == arm, value]
         losses = losses[np.isfinite(losses)]
-        ax.plot(losses, [height] * len(losses), "o", color=color[row["arm"]], alpha=0.5)
-        if math.isinf(row["mean"]):
-            ax.text(0.99, height, "diverged", transform=ax.get_yaxis_transform(),
-                    ha="right", va="center")
-            continue
-        half = row["high"] - row["mean"]
-        known = None if math.isnan(half) else half
-        ax.errorbar(row["mean"], height, xerr=known, fmt="|", color="black", markersize=14,
-                    capsize=4)
+        color = COLORS.get(arm.split()[0], "#777777")
+        ax.plot(losses, [height] * len(losses), "o", color=color, alpha=0.5)
+        if math.isinf(mean):
+            side = ax.get_yaxis_transform()
+            ax.text(0.99, height, "diverged", transform=side, ha="right", va="center")
+        else:
+            style = dict(fmt="|", color="black", markersize=14, capsize=4)
+            ax.errorbar(mean, height, xerr=mean - low, **style)
     ax.set_yticks(range(len(table)), table["arm"])
     ax.set_ylim(len(table) - 0.5, -0.5)
     ax.grid(axis="y", visible=False)

@@ -11,7 +11,7 @@ see lab/results/gpt2/plan.md). Stop it whenever you like, the same command goes 
 with other --rows to use more cores.
 
 Half of the heads: a differential arm has half as many heads as softmax, so "2 heads" gives one map
-as many. A row is a name and its flags for train.py. For another one, edit the table.
+as many. A row is a name and its flags for train.py. For another one, edit ROWS and the table.
 """
 import argparse
 import fnmatch
@@ -46,24 +46,19 @@ def shift(x):
     return torch.cat((x[..., :half], before[..., half:]), dim=-1)
 
 
-class TokenShift:
+def with_shift(cls):
     """Attention that sees the token before without looking for it."""
 
-    def project(self, x):
-        return super().project(shift(x))
+    class WithShift(cls):
+        def project(self, x):
+            return super().project(shift(x))
 
-    # a fast step sees one token only. These see all of them
-    prefill = Attention.prefill
-    step = Attention.step
-    fixed_state = False
+        # a fast step sees one token only. These see all of them
+        prefill = Attention.prefill
+        step = Attention.step
+        fixed_state = False
 
-
-class ShiftLinear(TokenShift, Linear):
-    pass
-
-
-class ShiftSoftmax(TokenShift, Softmax):
-    pass
+    return WithShift
 
 
 class MinusMatched(DiffV2):
@@ -80,61 +75,35 @@ class PlusMatched(DiffV2):
         return super().subtract(y, -lam) / (1 + lam)
 
 
-class DiffFactor:
+def with_factor(cls):
     """One map whose norm is followed by the factor 1 - lambda_init of diff, layer by layer."""
 
-    def make_lambda(self, depth):
-        super().make_lambda(depth)
-        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)
+    class WithFactor(cls):
+        def make_lambda(self, depth):
+            super().make_lambda(depth)
+            self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)
 
-
-class FactorSoftmax(DiffFactor, Softmax):
-    pass
-
-
-class FactorSoftmaxAverage(DiffFactor, SoftmaxAverage):
-    pass
-
-
-class FactorLinear(DiffFactor, Linear):
-    pass
-
-
-class FactorLinearAverage(DiffFactor, LinearAverage):
-    pass
+    return WithFactor
 
 
 ARMS = {
     "linear_one_short_head": OneShortHead,
-    "linear_shift": ShiftLinear,
-    "softmax_shift": ShiftSoftmax,
+    "linear_shift": with_shift(Linear),
+    "softmax_shift": with_shift(Softmax),
     "diff_v2_minus_matched": MinusMatched,
     "diff_v2_plus_matched": PlusMatched,
-    "softmax_factor": FactorSoftmax,
-    "softmax_average_factor": FactorSoftmaxAverage,
-    "linear_factor": FactorLinear,
-    "linear_average_factor": FactorLinearAverage,
+    "softmax_factor": with_factor(Softmax),
+    "softmax_average_factor": with_factor(SoftmaxAverage),
+    "linear_factor": with_factor(Linear),
+    "linear_average_factor": with_factor(LinearAverage),
 }
 ATTENTION.update(ARMS)  # --attn of train.py knows them, and so does GPT.load
 
 # -----------------------------------------------------------------------------
-# the tables. Rows are {name: flags of train.py}. A comparison says what is asked, in which row, and
-# against which one. A name that is in two tables is the same row in both: its runs are shared
+# the rows, {name: flags of train.py}. Tables that have a row in common share its runs
 
-
-def and_decay(rows):
-    """The rows without decay, and the same with it."""
-    return rows | {f"{name} + decay": f"{flags} --decay" for name, flags in rows.items()}
-
-
-def ask_with_decay(comparisons):
-    """The comparisons without decay, and the same with it."""
-    more = [(f"{what}, with decay", f"{row} + decay", f"{base} + decay")
-            for what, row, base in comparisons]
-    return comparisons + more
-
-
-TOY = {
+LARGE = "--embd_init=0.2"  # an embedding that starts four times as large
+ROWS = {
     "softmax": "--attn=softmax",
     "softmax 2 heads": "--attn=softmax --n_head=2",
     "softmax 2 heads norm": "--attn=softmax --n_head=2 --subln",
@@ -146,8 +115,54 @@ TOY = {
     "diff_linear": "--attn=diff_linear",
     "diff_linear no norm": "--attn=diff_linear --no-subln",
     "diff_v2": "--attn=diff_v2",
+    # one map minus lambda times the plain average of the values: all heads and no norm, as --attn
+    # has it, and like diff, which has half the heads, and a norm with a factor behind it
+    "softmax minus average": "--attn=softmax_average",
+    "softmax like diff": "--attn=softmax_factor --n_head=2 --subln",
+    "softmax like diff minus average": "--attn=softmax_average_factor --n_head=2 --subln",
+    "linear minus average": "--attn=linear_average",
+    "linear like diff": "--attn=linear_factor --n_head=2 --subln",
+    "linear like diff minus average": "--attn=linear_average_factor --n_head=2 --subln",
+    # controls
+    "linear token shift": "--attn=linear_shift",
+    "linear no rotation": "--attn=linear --rope_theta=0",
+    "softmax token shift": "--attn=softmax_shift",
+    "softmax norm": "--attn=softmax --subln",
+    "softmax 2 heads small norm": "--attn=softmax --n_head=2 --subln --subln_init=0.2",
+    "diff small norm": "--attn=diff --subln_init=0.2",
+    "softmax large embedding": f"--attn=softmax {LARGE}",
+    "softmax 2 heads large embedding": f"--attn=softmax --n_head=2 {LARGE}",
+    "softmax 2 heads norm large embedding": f"--attn=softmax --n_head=2 --subln {LARGE}",
+    "diff large embedding": f"--attn=diff {LARGE}",
+    "diff no norm large embedding": f"--attn=diff --no-subln {LARGE}",
+    "diff_v2 minus matched": "--attn=diff_v2_minus_matched",
+    "diff_v2 plus matched": "--attn=diff_v2_plus_matched",
+    "diff lambda_init 0.8": "--attn=diff --lambda_init=0.8",
+    "diff lambda_init 0.5": "--attn=diff --lambda_init=0.5",
 }
-TOY_COMPARISONS = [
+ROWS |= {f"{name} + decay": f"{flags} --decay" for name, flags in ROWS.items()}
+ROWS["linear one short head"] = "--attn=linear_one_short_head --decay"
+
+# -----------------------------------------------------------------------------
+# the tables. A comparison says what is asked, in which row, and against which one
+
+
+def rows_of(comparisons):
+    """The rows that these comparisons need, in their order."""
+    names = []
+    for _, row, base in comparisons:
+        names += [base, row]
+    return {name: ROWS[name] for name in names}
+
+
+def ask_with_decay(comparisons):
+    """The comparisons without decay, and the same with it."""
+    more = [(f"{what}, with decay", f"{row} + decay", f"{base} + decay")
+            for what, row, base in comparisons]
+    return comparisons + more
+
+
+TOY = [
     ("diff as in the paper", "diff", "softmax"),
     ("the difference alone: heads alike, no norm", "diff no norm", "softmax 2 heads"),
     ("the difference and its factor: heads, norm alike", "diff", "softmax 2 heads norm"),
@@ -164,23 +179,7 @@ TOY_COMPARISONS = [
     ("half the heads in linear", "linear 2 heads", "linear"),
 ]
 
-# one map minus lambda times the plain average of the values: all heads and no norm, as --attn has
-# it, and like the differential arm, which has half the heads, and a norm with a factor behind it
-AVERAGE = {
-    "softmax": TOY["softmax"],
-    "softmax minus average": "--attn=softmax_average",
-    "softmax like diff": "--attn=softmax_factor --n_head=2 --subln",
-    "softmax like diff minus average": "--attn=softmax_average_factor --n_head=2 --subln",
-    "diff": TOY["diff"],
-    "diff no norm": TOY["diff no norm"],
-    "linear": TOY["linear"],
-    "linear minus average": "--attn=linear_average",
-    "linear like diff": "--attn=linear_factor --n_head=2 --subln",
-    "linear like diff minus average": "--attn=linear_average_factor --n_head=2 --subln",
-    "diff_linear": TOY["diff_linear"],
-    "diff_linear no norm": TOY["diff_linear no norm"],
-}
-AVERAGE_COMPARISONS = [
+AVERAGE = [
     ("minus the average", "softmax minus average", "softmax"),
     ("the same like diff", "softmax like diff minus average", "softmax like diff"),
     ("a second map, all else alike", "diff", "softmax like diff"),
@@ -193,47 +192,15 @@ AVERAGE_COMPARISONS = [
     ("a second map in its place, no norm", "diff_linear no norm", "linear minus average"),
 ]
 
-LARGE = "--embd_init=0.2"  # an embedding that starts four times as large
-CONTROLS = {
-    "softmax": TOY["softmax"],
-    "softmax + decay": "--attn=softmax --decay",
-    "linear": TOY["linear"],
-    "linear + decay": "--attn=linear --decay",
-    "diff_v2": TOY["diff_v2"],
-    "softmax 2 heads": TOY["softmax 2 heads"],
-    "softmax 2 heads norm": TOY["softmax 2 heads norm"],
-    "diff": TOY["diff"],
-    "diff no norm": TOY["diff no norm"],
-    "linear one short head": "--attn=linear_one_short_head --decay",
-    "linear token shift": "--attn=linear_shift",
-    "linear token shift + decay": "--attn=linear_shift --decay",
-    "linear no rotation": "--attn=linear --rope_theta=0",
-    "linear no rotation + decay": "--attn=linear --rope_theta=0 --decay",
-    "softmax token shift": "--attn=softmax_shift",
-    "softmax norm": "--attn=softmax --subln",
-    "softmax 2 heads small norm": "--attn=softmax --n_head=2 --subln --subln_init=0.2",
-    "diff small norm": "--attn=diff --subln_init=0.2",
-    "softmax large embedding": f"--attn=softmax {LARGE}",
-    "softmax 2 heads large embedding": f"--attn=softmax --n_head=2 {LARGE}",
-    "softmax 2 heads norm large embedding": f"--attn=softmax --n_head=2 --subln {LARGE}",
-    "diff large embedding": f"--attn=diff {LARGE}",
-    "diff no norm large embedding": f"--attn=diff --no-subln {LARGE}",
-    "diff_v2 minus matched": "--attn=diff_v2_minus_matched",
-    "diff_v2 plus matched": "--attn=diff_v2_plus_matched",
-}
-CONTROL_COMPARISONS = [
-    ("decay in all heads", "linear + decay", "linear"),
+CONTROLS = [
     ("decay in one of 4 heads, span 4 tokens", "linear one short head", "linear"),
     ("a token shift: half of each token is the one before", "linear token shift", "linear"),
     ("token shift: with decay", "linear token shift + decay", "linear token shift"),
     ("no rotary embedding", "linear no rotation", "linear"),
     ("no rotary embedding: with decay", "linear no rotation + decay", "linear no rotation"),
-    ("decay", "softmax + decay", "softmax"),
     ("a token shift", "softmax token shift", "softmax"),
     ("a norm", "softmax norm", "softmax"),
-    ("a norm: 2 heads", "softmax 2 heads norm", "softmax 2 heads"),
     ("a norm that starts at 0.2: 2 heads", "softmax 2 heads small norm", "softmax 2 heads"),
-    ("the norm of diff", "diff", "diff no norm"),
     ("the norm of diff, starting at 0.2", "diff small norm", "diff no norm"),
     ("the difference and its factor, norms start at 0.2",
      "diff small norm", "softmax 2 heads small norm"),
@@ -250,21 +217,14 @@ CONTROL_COMPARISONS = [
      "softmax 2 heads norm large embedding", "softmax 2 heads norm"),
     ("a large embedding in diff", "diff large embedding", "diff"),
     ("a large embedding in diff, no norm", "diff no norm large embedding", "diff no norm"),
-    ("DIFF V2", "diff_v2", "softmax"),
     ("DIFF V2, rows sum to 1", "diff_v2 minus matched", "softmax"),
     ("a plus, rows sum to 1", "diff_v2 plus matched", "softmax"),
     ("minus instead of plus", "diff_v2 minus matched", "diff_v2 plus matched"),
 ]
 
-TABLE_6 = {
-    "softmax": TOY["softmax"],
-    "softmax 2 heads": TOY["softmax 2 heads"],
-    "softmax 2 heads norm": TOY["softmax 2 heads norm"],
-    "diff": TOY["diff"],
-    "diff no norm": TOY["diff no norm"],
-    "diff lambda_init 0.8": "--attn=diff --lambda_init=0.8",
-    "diff lambda_init 0.5": "--attn=diff --lambda_init=0.5",
-}
+PARTS = ["softmax 2 heads", "softmax 2 heads norm", "diff", "diff no norm", "diff lambda_init 0.8",
+         "diff lambda_init 0.5"]
+TABLE_6 = [("", row, "softmax") for row in PARTS]
 
 # the first five rows are the first group of the plan
 GPT2 = {
@@ -300,43 +260,31 @@ GPT2_COMPARISONS = [
 
 class Table(NamedTuple):
     title: str
-    flags: str  # what all rows share
-    rows: dict
     comparisons: list
+    flags: str = "--preset=toy --eval_every=250"  # what all rows share
+    rows: dict | None = None  # None: those of the comparisons
     out: Path = Path("out/text")  # tables of the same size share their runs
     lr: float = 2e-3  # the rate that is tried first
     choose_on: tuple = (1, 2)  # the seeds that choose a row's rate
     seeds: tuple = (3, 4, 5, 6, 7)  # and those that are reported
 
 
-SMALL = "--preset=toy --eval_every=250"
 TABLES = {
     "toy": Table(
         "What matters on text: decay, the norm, the difference?",
-        SMALL,
-        and_decay(TOY),
-        ask_with_decay(TOY_COMPARISONS) + [("decay", f"{row} + decay", row) for row in TOY],
+        ask_with_decay(TOY) + [("decay", f"{row} + decay", row) for row in rows_of(TOY)],
     ),
     "average": Table(
         "Does one map minus the average do what the difference of two maps does?",
-        SMALL,
-        and_decay(AVERAGE),
-        ask_with_decay(AVERAGE_COMPARISONS),
+        ask_with_decay(AVERAGE),
     ),
-    "controls": Table(
-        "Why does decay help, and does the minus matter?", SMALL, CONTROLS, CONTROL_COMPARISONS
-    ),
-    "table6": Table(
-        "Which part of diff does what? Table 6 of the paper",
-        SMALL,
-        TABLE_6,
-        [("", row, "softmax") for row in TABLE_6 if row != "softmax"],
-    ),
+    "controls": Table("Why does decay help, and does the minus matter?", CONTROLS),
+    "table6": Table("Which part of diff does what? Table 6 of the paper", TABLE_6),
     "gpt2": Table(
         "What does the difference gain at the size of GPT-2?",
-        "--preset=gpt2",
-        GPT2,
         GPT2_COMPARISONS,
+        flags="--preset=gpt2",
+        rows=GPT2,
         out=Path("out/gpt2"),
         lr=1.5e-3,
         choose_on=(1,),
@@ -346,15 +294,6 @@ TABLES = {
 
 # -----------------------------------------------------------------------------
 # what is published
-
-
-def losses_table(runs):
-    """A row for each arm: its size, its rate, and its loss over the seeds."""
-    table = report.plus_minus(report.means(runs), "mean")
-    first = runs.groupby("arm", sort=False).first()
-    table.insert(1, "parameters", first["parameters"].tolist())
-    table.insert(2, "lr", first["lr"].tolist())
-    return table.rename(columns={"mean": "val loss"})
 
 
 def differences_table(runs, comparisons):
@@ -373,40 +312,24 @@ def rates_table(runs, order):
     return table.rename(columns="{:g}".format).reset_index()
 
 
-def numbers(values):
-    return ", ".join(map(str, values))
-
-
 def publish(name, table, runs, out):
     """Tables, figure and data of the finished rows: <out>/<name>.md, .png and .json."""
     for what in ("data_sha256", "dtype", "steps", "total_batch"):
         if runs[what].nunique() > 1:
-            problem = f"the runs in {out} differ in {what}, so they are not compared"
-            raise UserError(f"{problem}: choose another --out")
+            raise UserError(f"the runs in {out} differ in {what}: choose another --out")
     reported = runs[runs["reported"]]
-    choosing = runs[~runs["reported"]]
-    head = runs.iloc[0]
-    unit = "nats per byte" if head["tokenizer"] == "bytes" else "nats per token"
-    losses = losses_table(reported)
-    differences = differences_table(reported, table.comparisons)
-    rates = rates_table(choosing, losses["arm"])
+    unit = "nats per byte" if runs["tokenizer"][0] == "bytes" else "nats per token"
+    losses = report.average(reported, ["arm", "parameters", "lr"], ["loss"])
+    rates = rates_table(runs[~runs["reported"]], losses["arm"])
     tables = {
-        f"Final val loss, {unit}": losses,
-        f"Differences, {unit}": differences,
+        f"Final val loss, {unit}": losses.rename(columns={"loss": "val loss"}),
+        f"Differences, {unit}": differences_table(reported, table.comparisons),
         f"Val loss by rate, on the seeds that chose it, {unit}": rates,
     }
-    conditions = {
-        "machine": head["device_name"],
-        "torch": head["torch"],
-        "precision": head["dtype"],
-        "data": head["data"],
-        "length": f"{head['steps']:,} steps of {head['total_batch']:,} tokens",
-        "seeds": f"{numbers(table.seeds)} reported, {numbers(table.choose_on)} chose the rates",
-        "±": "half of a 95 % interval: Student's t for a mean, Welch's for a difference",
-        "commit of the runs": numbers(sorted(set(map(str, runs["commit"])))),
-    }
+    conditions = report.conditions_of(runs)
+    conditions["seeds"] = f"{table.seeds} reported, {table.choose_on} chose the rates"
     figure, (ax,) = report.new_figure(width=9, height=2 + 0.45 * len(losses))
-    report.dots(ax, reported, report.means(reported))
+    report.dots(ax, reported)
     ax.set(xlabel=f"val loss, {unit}")
     report.publish(out, name, table.title, tables, runs.to_dict("records"), conditions, figure)
 
@@ -436,7 +359,8 @@ def main(argv=None):
     args = p.parse_args(argv)
     report.need("pandas")
     table = TABLES[args.table]
-    rows = {name: f"{table.flags} {flags}" for name, flags in pick(table.rows, args.rows).items()}
+    rows = pick(table.rows or rows_of(table.comparisons), args.rows)
+    rows = {name: f"{table.flags} {flags}" for name, flags in rows.items()}
     out = args.out or table.out
     runs = sweep.run_rows(rows, out, table.lr, table.choose_on, table.seeds, args.publish)
     publish(args.table, table, runs, out)

@@ -1,5 +1,4 @@
 """train.py and sample.py: batches, flags, a run and its files, and all the ways it can end."""
-import io
 import json
 import math
 import multiprocessing
@@ -7,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import sample
 import train
 from common import UserError, read_log
-from data import Shards, load_data
+from data import Shards, get_tokenizer, load_data
 from helpers import TOP, TOY, complaint
 from model import ATTENTION, GPT, Attention, GPTConfig, ModelError, Softmax
 
@@ -30,11 +28,6 @@ def one_run(*flags):
     """The config of a command line that asks for one run."""
     (config,) = train.parse(["--device=cpu", *flags])
     return config
-
-
-def folders(*flags):
-    """The folders of the runs that a command line asks for."""
-    return [str(config.out) for config in train.parse(["--device=cpu", *flags])]
 
 
 def records_without_clock(folder):
@@ -56,36 +49,22 @@ def story():
     return "--data=story.txt"
 
 
-# batches
-
-
-def counting(**settings):
-    """100 sequences, which begin with the tokens 0, 10, 20, ..., and a config for them."""
-    config = one_run("--block_size=10", "--batch_size=4", "--total_batch=40", "--steps=50")
-    return Shards([np.arange(1001, dtype="<u2")]), replace(config, vocab_size=1001, **settings)
+# batches and flags
 
 
 def test_an_epoch_has_every_sequence_once_in_an_order_of_its_own():
-    orders = []
+    data = Shards([np.arange(1001, dtype="<u2")])  # 100 sequences, which begin with 0, 10, 20, ...
+    orders = set()
     for seed in (1, 2):
-        data, config = counting(seed=seed)
+        config = one_run("--block_size=10", "--batch_size=4", "--total_batch=40", f"--seed={seed}")
+        config.vocab_size = 1001
         for epoch in (0, 1):
             order = []
             for step in range(25 * epoch, 25 * epoch + 25):
                 order += train.batch(data, config, step, micro_step=0)[:, 0].tolist()
             assert sorted(order) == list(range(0, 1000, 10))
-            orders.append(tuple(order))
-    assert len(set(orders)) == 4
-
-
-def test_the_processes_share_a_batch():
-    data, config = counting()
-    half = replace(config, batch_size=2)
-    parts = [train.batch(data, half, step=3, micro_step=0, rank=r, world=2) for r in (0, 1)]
-    assert torch.equal(torch.cat(parts), train.batch(data, config, step=3, micro_step=0))
-
-
-# flags
+            orders.add(tuple(order))
+    assert len(orders) == 4
 
 
 def test_presets_fill_in_what_no_flag_says():
@@ -96,18 +75,6 @@ def test_presets_fill_in_what_no_flag_says():
     assert (gpt2.n_layer, gpt2.block_size, str(gpt2.data)) == (2, 1024, "data/fineweb_edu")
     assert gpt2.steps * gpt2.total_batch == pytest.approx(2.8e9, rel=1e-3)
     assert str(gpt2.out) == "out/gpt2/diff"  # the two can't meet in one folder
-
-
-def test_a_list_of_arms_has_a_folder_for_each():
-    assert folders("--attn=softmax,diff,softmax") == ["out/toy/softmax", "out/toy/diff"]
-    assert folders("--attn=softmax,diff", "--out=x") == ["x/softmax", "x/diff"]
-    assert folders("--attn=diff", "--out=x") == ["x"]
-    assert folders("--out=~/x") == [str(Path.home() / "x")]
-
-
-def test_micro_steps_have_equal_size():
-    for wanted, got in ((8, 8), (5, 4), (64, 8), (1, 1)):
-        assert one_run(f"--batch_size={wanted}").batch_size == got  # a step has 8 sequences
 
 
 def test_the_rate_goes_up_to_its_peak_and_down_to_0():
@@ -122,52 +89,36 @@ def test_the_rate_goes_up_to_its_peak_and_down_to_0():
 @pytest.mark.parametrize("command, says", [
     ("train.py --attn=softmax,cosine", "attn must be one of softmax, diff, "),
     ("train.py --n_layer=1.9", "--n_layer: '1.9' is not a whole number"),
-    ("train.py --steps=0", "--steps: "),
-    ("train.py --seed=-1", "--seed: '-1' is not a whole number"),
-    ("train.py --lr=inf", "--lr: 'inf' is not a number"),
-    ("train.py --seed=18446744073709551616", "--seed: must be below 2^64"),
-    ("train.py --out=", "--out: must not be empty"),
     ("train.py --lr=-1", "--lr: '-1' is not a number from 0 on"),
-    ("train.py --subln_init=nan", "--subln_init: 'nan' is not a number"),
     ("train.py --total_batch=3000", "--total_batch=3000 is no multiple of 256"),
     ("train.py --attn=softmax,diff --n_head=1", "n_head must be even for diff"),
     ("train.py --device=tpu9", "the device tpu9"),
     ("train.py --data=short.txt", "short.txt is too short: a run needs more than 2,048 to train"),
     ("sample.py", "no checkpoint under out/: python train.py --attn=diff makes one"),
-    ("sample.py --ckpt=nope", "--ckpt=nope: no checkpoint there"),
-    ("sample.py --top_p=1.5 --ckpt=good.pt", "top_p must be above 0 and at most 1"),
-    ("sample.py --temperature=-1 --ckpt=good.pt", "--temperature: '-1' is not a number"),
-    ("sample.py --ckpt=mine.pt", "mine.pt: attn must be one of"),
-    ("sample.py --ckpt=nanogpt.pt", "nanogpt.pt is a checkpoint of another program"),
+    ("sample.py --top_p=1.5 --ckpt=bare", "top_p must be above 0 and at most 1"),
     ("train.py --out=bare", "bare/ckpt.pt is not of train.py: take another --out"),
 ])
 def test_what_is_refused_and_in_which_words(command, says, monkeypatch, capsys):
     Path("short.txt").write_text("too short")
-    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=32, vocab_size=257))
-    model.save("good.pt", tokenizer="bytes")
     Path("bare").mkdir()
-    model.save("bare/ckpt.pt")
-    model.config.attn = "mine"
-    model.save("mine.pt", tokenizer="bytes")
-    torch.save({"model_args": {}, "model": {}}, "nanogpt.pt")
-    before = set(os.listdir())
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=32, vocab_size=257))
+    model.save("bare/ckpt.pt", tokenizer="bytes")
     assert says in complaint(command, monkeypatch, capsys)
-    made = set(os.listdir()) - before
-    assert not any(Path(folder, "log.jsonl").exists() for folder in made)
+    assert not list(Path().rglob("log.jsonl"))
 
 
-# a run and what it writes
+# a run and what it writes, and samples
 
 
-def test_a_run_writes_a_log_and_learns(story, capsys):
-    flags = [*TOY, "--steps=6", "--eval_every=4", "--log_every=2", "--attn=diff", story]
-    (loss,) = train.main(flags + ["--lr=3e-3", "--out=run"])
+def test_a_run_writes_a_log_and_learns(story):
+    # 300 tokens of val are 9 sequences, so the last batch is smaller
+    flags = [*TOY, "--steps=6", "--eval_every=4", "--log_every=2", "--eval_tokens=300"]
+    (loss,) = train.main([*flags, "--lr=3e-3", "--attn=diff", story, "--out=run"])
+    model = GPT.load("run/ckpt.pt")
     head, records = read_log("run/log.jsonl")
-
     assert (head["attn"], head["n_layer"], head["tokenizer"]) == ("diff", 1, "bytes")
-    assert head["data"] == "story.txt"
-    assert head["torch"] == torch.__version__
-    assert head["parameters"] == sum(p.numel() for p in GPT.load("run/ckpt.pt").parameters())
+    assert (head["data"], head["torch"]) == ("story.txt", torch.__version__)
+    assert head["parameters"] == sum(p.numel() for p in model.parameters())
 
     tokens = 128  # a step
     steps = [(record["step"], record["tokens"]) for record in records]
@@ -176,96 +127,78 @@ def test_a_run_writes_a_log_and_learns(story, capsys):
     assert records[0].keys() == {"step", "tokens", "val_loss", "lambda"}
     assert records[1].keys() == of_a_step
     assert records[2].keys() == records[3].keys() == of_a_step | {"val_loss", "lambda", "sample"}
-    assert len(records[2]["lambda"]) == 1
     assert records[2]["sample"].startswith("Once upon a time")
     assert loss == records[-1]["val_loss"] < records[0]["val_loss"]
-    said = capsys.readouterr().out
-    assert f"step     6/6 | train {records[-1]['train_loss']:.4f} |" in said
-    assert "python sample.py --ckpt=run\n" in said
 
-
-def test_the_losses_of_the_log_are_those_of_the_model(story):
-    # 300 tokens of val are 9 sequences, so the last batch is smaller
-    flags = [*TOY, "--steps=3", "--eval_tokens=300", story, "--out=run"]
-    (loss,) = train.main(flags)
     _, val, _, _ = load_data(Path("story.txt"))
-    tokens = torch.from_numpy(np.stack([val.sequence(i, 32) for i in range(9)]))
+    sequences = torch.from_numpy(np.stack([val.sequence(i, 32) for i in range(9)]))
     with torch.no_grad():
-        _, expected = GPT.load("run/ckpt.pt")(tokens[:, :-1], tokens[:, 1:])
+        _, expected = model(sequences[:, :-1], sequences[:, 1:])
     assert loss == pytest.approx(expected.item(), abs=1e-5)
 
 
-def test_a_step_is_the_same_in_one_micro_step_or_in_four(story):
-    for batch_size in (4, 1):
+def test_a_step_is_the_same_in_one_micro_step_or_in_two(story):
+    for batch_size in (4, 3):
         size = f"--batch_size={batch_size}"
         train.main([*TOY, size, "--steps=3", story, f"--out=of{batch_size}"])
-    in_one = records_without_clock("of4")
-    in_four = records_without_clock("of1")
-    for a, b in zip(in_one[1:], in_four[1:], strict=True):
+    in_one = records_without_clock("of4")[1:]
+    in_two = records_without_clock("of3")[1:]
+    assert lines_of("of3")[0]["batch_size"] == 2  # 4 sequences can't be cut into parts of 3
+    for a, b in zip(in_one, in_two, strict=True):
         for key in ("train_loss", "grad_norm"):
             assert a[key] == pytest.approx(b[key], rel=1e-4), (key, a["step"])
 
 
 def test_mfu_counts_the_matmuls_of_a_step():
-    config = GPTConfig(n_layer=2, n_embd=64, n_head=4, block_size=256, vocab_size=128)
-    model = GPT(config)
+    sizes = dict(n_layer=2, n_embd=64, n_head=4, block_size=256, vocab_size=128)
+    model = GPT(GPTConfig(**sizes, flash=False))  # a map is what the formula counts
+    idx = torch.zeros(1, 256, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
-        idx = torch.zeros(1, 256, dtype=torch.int64)
-        model.config.flash = False  # a map is what the formula counts
         model(idx, idx)[1].backward()
     # the formula takes the norms, which are no matrices, for weights, and so it is a little larger
     assert 256 * train.flops_per_token(model) == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
-# sample.py
-
-
 def test_sample_says_the_same_for_the_same_seed(story, capsys):
     train.main([*TOY, "--steps=2", "--attn=diff", story])
     capsys.readouterr()
-    # the prompt may be empty, or longer than a block
+    # of the newest checkpoint under out/. The prompt may be empty, or longer than a block
     for prompt, dtype in [("Once", "float32"), ("", "bfloat16"), ("Größe 🙂" * 20, "float32")]:
         flags = ["--max_new_tokens=9", "--num_samples=2", "--device=cpu", f"--dtype={dtype}"]
-        flags.append(f"--prompt={prompt}")
         said = []
         for seed in (1, 1, 2):
-            sample.main([*flags, f"--seed={seed}"])  # the newest checkpoint under out/
-            said.append(capsys.readouterr())
-        assert said[0].out.startswith(prompt)
-        assert "\n--- sample 2\n" in said[0].out
-        assert said[0].out == said[1].out != said[2].out
-        assert "a second" in said[0].err
+            sample.main([*flags, f"--prompt={prompt}", f"--seed={seed}"])
+            said.append(capsys.readouterr().out)
+        assert said[0].startswith(prompt)
+        assert said[0] == said[1] != said[2]
 
 
-def test_sample_prints_whole_characters_and_stops_at_the_end_of_a_text(story, monkeypatch, capsys):
-    train.main([*TOY, "--steps=1", story, "--out=run"])
-    capsys.readouterr()
-    rows = [
-        [*"é🙂".encode(), 256, *b"no"],
-        [*b"ab", 256, *b"no no!"],
-    ]
-    monkeypatch.setattr(GPT, "generate", lambda *args, **kwargs: iter(torch.tensor(rows).T))
-    written = []
-    monkeypatch.setattr(sys.stdout, "write", written.append, raising=False)
-    sample.main(["--ckpt=run", "--num_samples=2", "--device=cpu"])
-    assert "".join(written) == "é🙂\n\n--- sample 2\nab\n"
-    assert "é" in written
-    assert "🙂" in written
+def test_sample_prints_whole_characters_and_stops_at_the_end_of_a_text(capsys):
+    rows = [[*"é🙂".encode(), 256, *b"no"], [*b"ab", 256, *b"no no!"]]
+    sample.print_samples(torch.tensor(rows).T, get_tokenizer("bytes"), "", num_samples=2)
+    assert capsys.readouterr().out == "é🙂\n\n--- sample 2\nab\n"
 
 
 # stopping and going on
 
 
-def train_in_child(flags, interrupt_before=None, by=None):
-    """Runs train.main in a child process, as a program would.
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    interrupt_before=("os.replace", 2) calls `by` just before its second call of os.replace. Without
-    `by` it is killed there.
+
+def press_ctrl_c():
+    raise KeyboardInterrupt
+
+
+def train_in_child(flags, place=None, do=kill):
+    """Runs train.py in a child process. Returns its exit code.
+
+    At place=(os, "replace", 2) it does something first: just before its second call of os.replace.
     """
 
     def child():
-        if interrupt_before is not None:
-            do_before(*interrupt_before, by or kill)
+        if place is not None:
+            do_before(*place, do)
         sys.argv[1:] = flags
         train.cli(train.run)
 
@@ -275,10 +208,8 @@ def train_in_child(flags, interrupt_before=None, by=None):
     return process.exitcode
 
 
-def do_before(call, n, do):
-    """Makes a function like "os.replace" do something else first, at its nth call."""
-    module = {"os": os, "train": train}[call.split(".")[0]]
-    name = call.split(".")[1]
+def do_before(module, name, n, do):
+    """Makes a function of a module do something else first, at its nth call."""
     function = getattr(module, name)
     calls = []
 
@@ -291,90 +222,54 @@ def do_before(call, n, do):
     setattr(module, name, replacement)
 
 
-def kill():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def press_ctrl_c():
-    raise KeyboardInterrupt
-
-
-def assert_same_run(a, b):
-    """Two folders hold the same weights and the same log, to the bit, but for what a clock says."""
-    model_a = GPT.load(f"{a}/ckpt.pt")
-    model_b = GPT.load(f"{b}/ckpt.pt")
-    torch.testing.assert_close(model_a.state_dict(), model_b.state_dict(), rtol=0, atol=0)
-    assert model_a.extra["step"] == model_b.extra["step"]
-    assert records_without_clock(a) == records_without_clock(b)
-
-
-@pytest.mark.parametrize("arm", ["--attn=softmax", "--attn=diff_linear --decay --batch_size=2"])
-def test_killed_anywhere_a_run_ends_in_the_same_bits(arm):
-    flags = [*TOY, *arm.split()]
-    train.main([*flags, "--out=whole"])
-    cut = [*flags, "--out=cut"]
+def test_stopped_anywhere_a_run_ends_in_the_same_bits(capfd):
+    flags = [*TOY, "--decay", "--batch_size=2"]
+    arms = ["softmax", "diff_linear"]
+    whole = []
+    for attn in arms:
+        whole += train.main([*flags, f"--attn={attn}", f"--out=whole/{attn}"])
+    cut = [*flags, "--attn=softmax,diff_linear", "--out=cut"]
     for place in [
-        ("os.replace", 1),  # before the first checkpoint
-        ("os.replace", 2),  # there is a checkpoint, and no log
-        ("os.replace", 4),  # the log is ahead of the checkpoint
-        ("train.training_step", 3),
+        (os, "replace", 1),  # before the first checkpoint
+        (os, "replace", 2),  # there is a checkpoint, and no log
+        (os, "replace", 4),  # the log is ahead of the checkpoint
+        (train, "training_step", 3),
     ]:
         assert train_in_child(cut, place) == -signal.SIGKILL
-    with open("cut/log.jsonl", "a") as file:
+    with open("cut/softmax/log.jsonl", "a") as file:
         file.write('{"step": 5, "tok')  # killed while it wrote
-    assert 0 < GPT.load("cut/ckpt.pt").extra["step"] < 24
-    train.main(cut)
-    assert_same_run("cut", "whole")
-    assert lines_of("cut")[0] == lines_of("whole")[0] | dict(out="cut")
-    assert train.main(cut) == train.main([*flags, "--out=whole"])  # they return at once
-
-
-def test_ctrl_c_says_how_to_go_on(capfd):
-    place = ("train.training_step", 7)
-    assert train_in_child([*TOY, "--out=run"], place, press_ctrl_c) == 130
+    assert train_in_child(cut, (train, "training_step", 7), press_ctrl_c) == 130
     said = capfd.readouterr().err
     assert "the same command, without --restart, goes on" in said
     assert "Traceback" not in said
+    assert 0 < GPT.load("cut/softmax/ckpt.pt").extra["step"] < 24
+    assert train_in_child(cut, (train, "training_step", 24)) == -signal.SIGKILL  # the second arm
+    assert 0 < GPT.load("cut/diff_linear/ckpt.pt").extra["step"] < 24
+
+    assert train.main(cut) == whole
+    for attn in arms:
+        a = f"cut/{attn}"
+        b = f"whole/{attn}"
+        weights = GPT.load(f"{b}/ckpt.pt").state_dict()
+        torch.testing.assert_close(GPT.load(f"{a}/ckpt.pt").state_dict(), weights, rtol=0, atol=0)
+        assert records_without_clock(a) == records_without_clock(b)
+        assert lines_of(a)[0] == lines_of(b)[0] | dict(out=a)
+    assert train.main(cut) == whole  # it returns at once
 
 
 @pytest.mark.parametrize("program", ["train", "sample", "bench", "prepare_fineweb"])
 def test_ctrl_c_while_a_program_is_imported_is_one_line(program):
-    code = f"""
-import builtins, sys
-sys.argv = ["{program}.py"]
-import_ = builtins.__import__
-def interrupt(name, *more):
-    if name == "numpy":
-        raise KeyboardInterrupt
-    return import_(name, *more)
-builtins.__import__ = interrupt
-import {program}
-"""
-    child = subprocess.run([sys.executable, "-c", code], cwd=TOP, capture_output=True, text=True)
+    Path("numpy.py").write_text("raise KeyboardInterrupt")  # in the place of the real one
+    command = [sys.executable, TOP / f"{program}.py"]
+    environment = os.environ | {"PYTHONPATH": "."}
+    child = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert child.returncode not in (0, 1)
     assert child.stderr == f"\n{program}.py: stopped\n"
 
 
-def test_ctrl_c_while_a_checkpoint_is_written(monkeypatch):
-    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=32, vocab_size=257))
-    model.save("a.pt", step=1)
-
-    class Interrupted(io.FileIO):
-        def write(self, data):
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as context:
-        context.setattr("builtins.open", lambda path, mode: Interrupted(path, mode))
-        with pytest.raises(KeyboardInterrupt):
-            model.save("a.pt", step=2)
-    assert os.listdir() == ["a.pt"]
-    assert GPT.load("a.pt").extra["step"] == 1
-
-
-def test_a_run_that_diverges_stops_and_keeps_its_checkpoint(capsys):
+def test_a_run_that_diverges_stops_and_keeps_its_checkpoint():
     flags = [*TOY, "--lr=1e30", "--out=wild"]
     assert train.main(flags) == [math.inf]
-    assert "wild diverged at step 2: " in capsys.readouterr().err
     assert lines_of("wild")[-1].keys() == {"step", "tokens", "diverged"}
     assert "grad_norm nan" in lines_of("wild")[-1]["diverged"]
     assert GPT.load("wild/ckpt.pt").extra["step"] == 0
@@ -384,13 +279,11 @@ def test_a_run_that_diverges_stops_and_keeps_its_checkpoint(capsys):
 def test_another_run_is_refused_and_left_alone():
     Path("other.txt").write_text("Once upon a time there was another text. " * 900)
     flags = [*TOY, "--attn=diff", "--steps=4", "--out=run"]
-    train_in_child(flags, ("train.training_step", 3))
+    train_in_child(flags, (train, "training_step", 3))
     before = Path("run/log.jsonl").read_bytes()
     for flag, says in [
         ("--attn=softmax", "attn is 'diff' there and 'softmax' here"),
         ("--lr=1", "lr is 0.002 there and 1.0 here"),
-        ("--steps=5", "steps is 4 there and 5 here"),
-        ("--dtype=bfloat16", "dtype is 'float32' there and 'bfloat16' here"),
         ("--data=other.txt", "data_sha256 is '"),
     ]:
         with pytest.raises(UserError, match=says):
@@ -401,37 +294,31 @@ def test_another_run_is_refused_and_left_alone():
     assert GPT.load("run/ckpt.pt").extra["step"] == 4
 
 
-def test_a_log_without_its_checkpoint_is_refused_until_restart():
-    flags = [*TOY, "--steps=2", "--out=run"]
-    train.main(flags)
-    Path("run/ckpt.pt").unlink()
-    with pytest.raises(UserError, match="--restart"):
-        train.main(flags)
-    train.main([*flags, "--lr=1e-3", "--restart"])
-    assert lines_of("run")[0]["lr"] == 1e-3
-    assert [record["step"] for record in lines_of("run")[1:]] == [0, 1, 2]
-
-
 def test_restart_keeps_the_old_run_until_the_new_one_has_a_checkpoint():
     flags = [*TOY, "--steps=2", "--out=run"]
     train.main(flags)
     before = Path("run/ckpt.pt").read_bytes(), Path("run/log.jsonl").read_bytes()
-    with pytest.raises(ModelError, match="flash-attn"):
-        train.main([*flags, "--restart", "--kernel=flash_attn"])
-    assert train_in_child([*flags, "--restart"], ("os.replace", 1)) == -signal.SIGKILL
+    assert train_in_child([*flags, "--restart"], (os, "replace", 1)) == -signal.SIGKILL
     assert (Path("run/ckpt.pt").read_bytes(), Path("run/log.jsonl").read_bytes()) == before
     # killed between the new checkpoint and the new log
-    assert train_in_child([*flags, "--restart", "--lr=1"], ("os.replace", 2)) == -signal.SIGKILL
-    train.main([*flags, "--lr=1"])
-    assert lines_of("run")[0]["lr"] == 1.0
-    assert len(lines_of("run")) == 1 + 3
+    other = [*flags, "--lr=1e-3"]
+    assert train_in_child([*other, "--restart"], (os, "replace", 2)) == -signal.SIGKILL
+    train.main(other)
+    assert lines_of("run")[0]["lr"] == 1e-3
+    assert [record["step"] for record in lines_of("run")[1:]] == [0, 1, 2]
+    # a log without its checkpoint
+    Path("run/ckpt.pt").unlink()
+    with pytest.raises(UserError, match="--restart"):
+        train.main(other)
+    train.main([*flags, "--restart"])
+    assert lines_of("run")[0]["lr"] == 2e-3
 
 
 def test_two_programs_do_not_write_to_one_folder(capfd):
     Path("run").mkdir()
     with FileLock("run/lock"):
         assert train_in_child([*TOY, "--out=run"]) == 1
-    assert "another program is training in run" in capfd.readouterr().err
+    assert "another program is writing to run" in capfd.readouterr().err
     assert not Path("run/log.jsonl").exists()
 
 
@@ -440,24 +327,19 @@ def test_a_folder_that_was_moved_is_not_written_to(capfd):
         os.rename("run", "old")
         train.main([*TOY, "--steps=2", "--lr=1", "--out=run"])
 
-    place = ("train.training_step", 7)
+    place = (train, "training_step", 7)
     assert train_in_child([*TOY, "--out=run"], place, move_and_begin_another) == 1
     assert "run was moved or deleted" in capfd.readouterr().err
-    assert lines_of("run")[0]["lr"] == 1.0
     assert [record["step"] for record in lines_of("run")[1:]] == [0, 1, 2]
 
 
-def test_output_that_cannot_show_a_sample_does_not_stop_a_run(story):
+def test_output_that_cannot_show_a_name_does_not_stop_a_run():
     """As on Windows, where `> log.txt` has the code page of the country."""
-    flags = [*TOY, "--steps=4", story, "--out=run"]
+    command = [sys.executable, TOP / "train.py", *TOY, "--steps=1", "--out=Größe"]
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    command = [sys.executable, "-c", "import sys, model, train, common\n"
-               "train.sample_text = lambda *args: 'Größe \\ufffd'\n"
-               "common.cli(lambda: train.main(sys.argv[1:]))", *flags]
-    said = subprocess.run(command, env=environment | {"PYTHONPATH": str(TOP)}, capture_output=True)
+    said = subprocess.run(command, env=environment, capture_output=True)
     assert said.returncode == 0, said.stderr
     assert b"Gr\\xf6\\xdfe" in said.stdout
-    assert GPT.load("run/ckpt.pt").extra["step"] == 4
 
 
 # arms of one's own
@@ -469,12 +351,6 @@ class Sharp(Softmax):
     def maps(self, q, k, rope, log_D):
         A = super().maps(q, k, rope, log_D) ** 2
         return A / A.sum(-1, keepdim=True)
-
-
-class SlowSharp(Sharp):
-    fast = Attention.fast
-    prefill = Attention.prefill
-    step = Attention.step
 
 
 class OnlyMaps(Attention):
@@ -490,12 +366,11 @@ class OnlyForward(Attention):
         return torch.nn.functional.dropout(self.output(y), 0.5, self.training)
 
 
-@pytest.mark.parametrize("arm", [SlowSharp, OnlyMaps, OnlyForward])
+@pytest.mark.parametrize("arm", [OnlyMaps, OnlyForward])
 def test_an_arm_of_ones_own_trains_and_samples_what_it_says(arm, story, monkeypatch):
     monkeypatch.setitem(ATTENTION, "mine", arm)
     train.main([*TOY, "--attn=mine", "--steps=4", story, "--out=run"])
     model = GPT.load("run/ckpt.pt")
-    assert not model.training
     idx = torch.randint(257, (2, 40))
     tokens = torch.stack(list(model.generate(idx[:, :5], 20, temperature=0)), dim=1)
     whole = torch.cat((idx[:, :5], tokens), dim=1)
@@ -510,9 +385,8 @@ def test_an_arm_of_ones_own_trains_and_samples_what_it_says(arm, story, monkeypa
 
 def test_an_arm_whose_forms_differ_is_refused(monkeypatch):
     monkeypatch.setitem(ATTENTION, "sharp", Sharp)
-    for flags in ([], ["--no-flash"]):
-        with pytest.raises(ModelError, match="attn=sharp: the form that trains and its"):
-            train.main([*TOY, "--attn=sharp", *flags, "--out=run"])
+    with pytest.raises(ModelError, match="attn=sharp: the form that trains and its"):
+        train.main([*TOY, "--attn=sharp", "--out=run"])
     assert not Path("run/log.jsonl").exists()
 
 
@@ -524,22 +398,10 @@ def test_a_mistake_in_an_arm_of_ones_own_has_its_traceback(monkeypatch, capfd):
 
     monkeypatch.setitem(ATTENTION, "forgets", Forgets)
     assert train_in_child([*TOY, "--attn=forgets", "--out=run"]) == 1
-    said = capfd.readouterr().err
-    assert "Traceback" in said
-    assert "not enough values to unpack" in said
+    assert "Traceback" in capfd.readouterr().err
 
 
 # several runs, several processes
-
-
-def test_a_comparison_goes_on_where_it_stopped():
-    flags = [*TOY, "--steps=8", "--attn=softmax,linear", "--out=both"]
-    second_run = ("train.training_step", 8 + 6)
-    assert train_in_child(flags, second_run) == -signal.SIGKILL
-    losses = train.main(flags)
-    alone = [*TOY, "--steps=8", "--attn=linear", "--out=alone"]
-    assert train.main(alone) == losses[1:]
-    assert_same_run("both/linear", "alone")
 
 
 def test_no_arm_is_trained_if_the_folder_of_another_one_is_taken():

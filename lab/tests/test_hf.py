@@ -15,8 +15,7 @@ transformers = pytest.importorskip("transformers", reason="needs lab/requirement
 
 def trained(attn, **settings):
     """A model of three layers, each of whose parameters has moved away from its first value."""
-    config = dict(n_layer=3, n_head=4, n_embd=48, block_size=64, vocab_size=257) | settings
-    model = GPT(GPTConfig(attn=attn, **config))
+    model = GPT(GPTConfig(attn, 3, 6, 48, block_size=64, vocab_size=257, **settings))
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -26,9 +25,8 @@ def trained(attn, **settings):
 
 
 @pytest.mark.parametrize("attn", ["softmax", "diff"])
-@pytest.mark.parametrize("n_head", [2, 6])
-def test_logits_and_greedy_texts_are_the_same_in_transformers(attn, n_head, tmp_path):
-    model = trained(attn, n_head=n_head)
+def test_logits_and_greedy_texts_are_the_same_in_transformers(attn):
+    model = trained(attn)
     model.save("ckpt.pt", tokenizer="bytes")
     hf.main(["ckpt.pt", "hub"])
     theirs = transformers.AutoModelForCausalLM.from_pretrained("hub")
@@ -36,16 +34,13 @@ def test_logits_and_greedy_texts_are_the_same_in_transformers(attn, n_head, tmp_
 
     idx = torch.randint(257, (2, 64), generator=torch.Generator().manual_seed(1))
     made = torch.stack(list(model.generate(idx[:, :8], 40, temperature=0)), dim=1)
-    their_text = theirs.generate(
-        idx[:, :8], max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
+    greedy = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
+    their_text = theirs.generate(idx[:, :8], max_new_tokens=40, **greedy)
     assert torch.equal(their_text[:, 8:], made)
 
-    ours = model.double()
-    expected, _ = ours(idx, idx)
+    expected, _ = model.double()(idx, idx)
     found = theirs.double()(idx).logits
-    # their rotary table is float32. Large logits, so that an error would be large as well
-    assert expected.abs().max() > 1
+    # their rotary table is float32
     assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
@@ -58,33 +53,18 @@ def test_the_tokenizer_gives_the_same_numbers(name):
     hf.convert_tokenizer(enc).save_pretrained("hub")
     theirs = transformers.AutoTokenizer.from_pretrained("hub")
     text = "Hello  world,\n\n\tthe naïve café costs 1234 €. It's 日本語 🙂\x00\x7f"
-    text += (Path(hf.__file__).parents[1] / "model.py").read_text()
+    text += Path(hf.__file__).with_name("maps.py").read_text()
     assert theirs.encode(text) == enc.encode(text)
     assert theirs.decode(theirs.encode(text)) == text
     assert theirs.encode(EOT) == [enc.eot_token]
-    assert theirs.eos_token_id == enc.eot_token
-    assert len(theirs) == enc.n_vocab
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        dict(attn="linear"),
-        dict(attn="diff_v2"),
-        dict(attn="softmax_average"),
-        dict(attn="softmax", decay=True),
-        dict(attn="softmax", rope_theta=0.0),
-        dict(attn="softmax", subln=True),
-        dict(attn="diff", subln=False),
-        dict(attn="diff", lambda_init=0.5),
-    ],
-)
+@pytest.mark.parametrize("settings", [
+    dict(attn="linear"),
+    dict(attn="softmax", decay=True),
+    dict(attn="softmax", subln=True),
+    dict(attn="diff", subln=False),
+])
 def test_what_transformers_does_not_have_is_refused(settings):
     with pytest.raises(UserError, match="transformers has no model with"):
         hf.convert(trained(**settings))
-
-
-def test_a_folder_that_is_there_is_left_alone(tmp_path):
-    trained("softmax").save("ckpt.pt", tokenizer="bytes")
-    with pytest.raises(UserError, match="is there already"):
-        hf.main(["ckpt.pt", str(tmp_path)])
