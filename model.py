@@ -35,13 +35,13 @@ puts a GPT around them. Letters in the comments on shapes:
 
     B batch, T time (tokens), C channels (n_embd)
     H heads of queries, each with a map of its own, d channels each
-    h heads of values, d_v channels each: where something is subtracted, h = H/2
+    h heads of values, d_v channels each: h = H, or H/2 where two queries share a value
 """
 import hashlib
 import math
 import os
 import zipfile
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import NamedTuple, get_args
 
@@ -66,8 +66,8 @@ class ModelError(ValueError):
 def softmax_map(q, k, log_D):
     """A = softmax(q k^T / sqrt(d) + log D), (B, H, T, T). q, k (B, H, T, d), rotated.
 
-    log D is the mask, (T, T): 0 for the past, and -inf for the future. F.softmax is exp and the
-    division by z in one call, so the mask goes into the exponent.
+    log D is the mask, (T, T): 0 for the past (without decay), and -inf for the future. F.softmax is
+    exp and the division by z in one call, so the mask goes into the exponent.
     """
     scores = q @ k.mT / math.sqrt(q.shape[-1])
     return F.softmax(upcast(scores) + log_D, dim=-1)
@@ -663,7 +663,7 @@ class GPTConfig:
 
     attn: str = setting("softmax", "kind of attention, a name in ATTENTION")
     n_layer: int = setting(12, "blocks")
-    n_head: int = setting(12, "heads of queries; diff and diff_linear have half as many of values")
+    n_head: int = setting(12, "heads; diff and diff_linear have half as many, twice as wide")
     n_embd: int = setting(768, "channels")
     # decay takes its spans from block_size, so a model can't be loaded with another one
     block_size: int = setting(1024, "tokens of a training sequence, and room in softmax's cache")
@@ -870,7 +870,7 @@ class GPT(nn.Module):
                 if step is not None:
                     fix_addresses(state)
             else:
-                logits = (step or self.step)(token, state)
+                logits = (step or self.step)(token, state)  # after the token that was chosen last
             token = next_token(logits[:, -1], temperature, top_k, top_p, generator)  # (B, 1)
             yield token[:, 0]
             if fixed_state:
@@ -1181,6 +1181,7 @@ def compare_forms(config, T=100):
     {"map": ..., "steps": ...}, the largest difference of the outputs, where 1 is the largest
     output. "map" is missing for a class without maps.
     """
+    config = replace(config, kernel="sdpa")  # we compare on the CPU, where flash-attn does not run
     torch.manual_seed(0)
     layer = ATTENTION[config.attn](config, depth=0).eval()
     x = 3 * torch.randn(1, T, config.n_embd)  # so large that the maps are not flat

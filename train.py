@@ -47,9 +47,9 @@ PROMPT = "Once upon a time"  # what a sample at each evaluation starts with
 
 
 def may_change(default, help, **more):
-    """A setting that may be another one when a run is resumed: the result is the same.
+    """A setting that may be another one when a run is resumed.
 
-    All others have to be those of the checkpoint, else check_folder refuses to go on.
+    The result is the same, up to rounding. All others have to be those of the checkpoint, else check_folder refuses to go on.
     """
     return flag(default, help, identity=False, **more)
 
@@ -93,7 +93,7 @@ class Config(GPTConfig):
         return GPTConfig(**{f.name: getattr(self, f.name) for f in fields(GPTConfig)})
 
 
-# gpt2 has the size of GPT-2 small and reads 2.8e9 tokens in some hours of an H100. toy takes some
+# gpt2 has the size of GPT-2 small and reads 2.8e9 tokens: it is meant for an H100. toy takes some
 # minutes on a CPU core, on text that every Python has
 PRESETS = {
     "gpt2": dict(data=SHARDS),
@@ -376,8 +376,8 @@ def train_one(config, train, val, info, rank, world, still_ours):
     peak = [flops for card, flops in PEAK.items() if card in info["device_name"]]
     full_speed = peak[0] * world / flops_per_token(raw_model) if peak else None
 
-    # at the top of this loop `step` updates are done. Once in a while we look at where we are, and
-    # then make one more. loss and grad_norm are those of the last update
+    # at the top of this loop `step` updates are done. Each pass makes one more, and some look first
+    # at where we are. loss and grad_norm are those of the last update
     loss = grad_norm = None
     last_logged = start or 0
     clock = time.perf_counter()
