@@ -49,7 +49,8 @@ PROMPT = "Once upon a time"  # what a sample at each evaluation starts with
 def may_change(default, help, **more):
     """A setting that may be another one when a run is resumed.
 
-    The result is the same, up to rounding. All others have to be those of the checkpoint, else check_folder refuses to go on.
+    The result is the same then, up to rounding. All other settings have to be those of the
+    checkpoint, else check_folder refuses to go on.
     """
     return flag(default, help, identity=False, **more)
 
