@@ -17,7 +17,6 @@ import math
 import shlex
 import sys
 import time
-from dataclasses import fields
 from pathlib import Path
 
 # common first: from then on Ctrl-C ends in one line
@@ -35,8 +34,7 @@ from model import ATTENTION, GPT, ModelError, fix_addresses, make_rope, next_tok
 # loss
 
 # what makes a run the run it is, but for its arm and its seed
-SETTINGS = [f.name for f in fields(train.Config) if f.metadata.get("identity", True)]
-SETTINGS = [name for name in SETTINGS if name not in ("attn", "seed")]
+SETTINGS = [name for name in train.IDENTITY if name not in ("attn", "seed")]
 # what two runs must share, or their losses can't be compared. tokens is steps x total_batch
 SHARED = ["data_sha256", "tokenizer", "tokens", "block_size", "eval_tokens", "dtype"]
 

@@ -863,7 +863,7 @@ class GPT(nn.Module):
         fixed_state = self.blocks[0].attn.fixed_state
         room = min(self.config.block_size, idx.shape[1] + max_new_tokens)
         tokens = idx if fixed_state else idx[:, -room:]  # the tokens that the state holds
-        state = None
+        token = state = None
         for _ in range(max_new_tokens):
             if state is None:
                 logits, state = self.prefill(tokens, room)

@@ -47,11 +47,7 @@ PROMPT = "Once upon a time"  # what a sample at each evaluation starts with
 
 
 def may_change(default, help, **more):
-    """A setting that may be another one when a run is resumed.
-
-    The result is the same then, up to rounding. All other settings have to be those of the
-    checkpoint, else check_folder refuses to go on.
-    """
+    """A setting that may be another one when a run is resumed. All others say what the run is."""
     return flag(default, help, identity=False, **more)
 
 
@@ -63,12 +59,9 @@ class Config(GPTConfig):
     preset: str | None = may_change(
         None, "gpt2 where shards and a GPU are at hand, else toy", choices=["toy", "gpt2"]
     )
-    data: Path | None = may_change(  # its content is compared, and not its name
-        None, "folder of shards, or text file; in toy Python's own manual"
-    )
-    out: Path | None = may_change(
-        None, "folder of the run, with a list the parent of their folders (out/<preset>/<attn>)"
-    )
+    # the data is compared by its content, and not by its name
+    data: Path | None = may_change(None, "folder of shards, or text file (toy: Python's manual)")
+    out: Path | None = may_change(None, "folder; of several arms its parent (out/<preset>/<attn>)")
     restart: bool = may_change(False, "begin anew, and discard the run that is there")
     # the optimization
     batch_size: int = may_change(32, "sequences per micro-step, at most")
@@ -90,9 +83,19 @@ class Config(GPTConfig):
     )
     compile: bool | None = may_change(None, "torch.compile the model (on cuda)")
 
+    def __post_init__(self):
+        super().__post_init__()
+        self.device = pick_device(self.device)
+        self.dtype = pick_dtype(self.device, self.dtype)
+        if self.compile is None:
+            self.compile = self.device.type == "cuda"
+
     def model_config(self):
         return GPTConfig(**{f.name: getattr(self, f.name) for f in fields(GPTConfig)})
 
+
+# the settings that say what a run is
+IDENTITY = [f.name for f in fields(Config) if f.metadata.get("identity", True)]
 
 # gpt2 has the size of GPT-2 small and reads 2.8e9 tokens: it is meant for an H100. toy takes some
 # minutes on a CPU core, on text that every Python has
@@ -111,18 +114,14 @@ def parse(argv=None, world=1):
     arms = given.pop("attn", ["softmax"])
     if world > 1 and given.get("device", "cuda") == "cuda" and torch.cuda.is_available():
         given["device"] = f"cuda:{os.environ['LOCAL_RANK']}"
-    device = pick_device(given.get("device"))
     if "preset" not in given:
         shards = any(given.get("data", SHARDS).glob("*.bin"))
-        given["preset"] = "gpt2" if shards and device.type == "cuda" else "toy"
+        cuda = pick_device(given.get("device")).type == "cuda"
+        given["preset"] = "gpt2" if shards and cuda else "toy"
 
     configs = []
     for attn in arms:
         config = Config(**PRESETS[given["preset"]] | given | dict(attn=attn))
-        config.device = device
-        config.dtype = pick_dtype(device, config.dtype)
-        if config.compile is None:
-            config.compile = device.type == "cuda"
         if config.out is None:
             config.out = Path("out") / config.preset / attn
         elif len(arms) > 1:
@@ -208,8 +207,7 @@ def training_step(model, optimizer, data, config, step, rank=0, world=1):
     Returns two tensors: the loss before the update, as the mean over this process's sequences, and
     the norm of the gradient before clipping.
     """
-    # nothing of ours is random here. An arm of yours may have dropout, which has to be the same in
-    # a run that was resumed
+    # for dropout in an arm of yours: it has to be the same in a run that was resumed
     torch.manual_seed((config.seed + step * world + rank) % 2**63)
     for param_group in optimizer.param_groups:
         param_group["lr"] = learning_rate(step, config)
@@ -274,10 +272,7 @@ PEAK = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 
 def flops_per_token(model):
-    """The FLOPs of a token, forward and backward, as PaLM counts them (2204.02311, Appendix B).
-
-    The masked half of a map counts as work. A second map and linear attention are not considered.
-    """
+    """Forward and backward as PaLM counts them (2204.02311, Appendix B), as if it were softmax."""
     config = model.config
     parameters = sum(p.numel() for p in model.parameters())
     return 6 * parameters + 12 * config.n_layer * config.n_embd * config.block_size
@@ -301,17 +296,16 @@ def check_folder(config, info):
     log = config.out / "log.jsonl"
     if config.restart:
         return
+    if log.exists() and not path.exists():
+        raise UserError(f"{log} is there, but its ckpt.pt is not: --restart discards the log")
     if not path.exists():
-        if log.exists() and log.stat().st_size > 0:
-            raise UserError(f"{log} is there, but its ckpt.pt is not: --restart discards the log")
         return
     checkpoint = read_checkpoint(path)
     there = checkpoint.get("run")
     if not isinstance(there, dict) or not {"step", "val_loss", "optimizer"} <= checkpoint.keys():
         raise UserError(f"{path} is not of train.py: take another --out, or --restart discards it")
-    names = [f.name for f in fields(Config) if f.metadata.get("identity", True)]
     differences = []
-    for name in [*names, "data_sha256"]:
+    for name in [*IDENTITY, "data_sha256"]:
         if there.get(name) != info[name]:
             differences.append(f"{name} is {there.get(name)!r} there and {info[name]!r} here")
     if differences:
@@ -352,10 +346,9 @@ def show(record, config):
 
 
 def train_one(config, train, val, info, rank, world, still_ours):
-    """Trains one run, from its seed or from where it stopped.
+    """Trains one run, from its seed or from where it stopped. Returns its last val loss, or inf.
 
     train, val: the data. info: the first line of the log. still_ours: what locked() yields.
-    Returns the last val loss, or inf if the run diverged.
     """
     raw_model, start = load_or_make(config)
     parameters = sum(p.numel() for p in raw_model.parameters())
@@ -405,8 +398,8 @@ def train_one(config, train, val, info, rank, world, still_ours):
                     record["sample"] = sample_text(raw_model, config, info["tokenizer"])
 
             # a model that is not finite does not recover, and must not replace the checkpoint
-            numbers = [(name, x) for name, x in record.items() if isinstance(x, float)]
-            bad = ", ".join(f"{name} {x}" for name, x in numbers if not math.isfinite(x))
+            numbers = {name: x for name, x in record.items() if isinstance(x, float)}
+            bad = ", ".join(f"{name} {x}" for name, x in numbers.items() if not math.isfinite(x))
             if bad:
                 record = dict(step=step, tokens=record["tokens"], diverged=bad)
             if rank == 0:
@@ -424,10 +417,9 @@ def train_one(config, train, val, info, rank, world, still_ours):
 
 
 def save(record, config, model, optimizer, info, still_ours):
-    """Writes a record to the log, and if it is an evaluation the checkpoint behind it.
+    """Writes a record to the log, and then, with an evaluation, the checkpoint.
 
-    The log comes first, so that no checkpoint lacks its line. At step 0 it is the other way round:
-    the old log goes only when there is a new checkpoint.
+    At step 0 the checkpoint comes first: the log of an old run goes only when there is a new one.
     """
     if not still_ours():
         raise UserError(f"{config.out} was moved or deleted: nothing more is written there")
@@ -448,10 +440,7 @@ def save(record, config, model, optimizer, info, still_ours):
 
 
 def main(argv=None):
-    """Trains the runs that a command line asks for. Returns the last val loss of each.
-
-    Raises UserError, ModelError and OSError for what a user can mend.
-    """
+    """Trains the runs that a command line asks for. Returns the last val loss of each."""
     rank, world = processes()
     configs = parse(argv, world)
     config = configs[0]  # the arms differ in nothing else
@@ -462,8 +451,7 @@ def main(argv=None):
     torch.set_float32_matmul_precision("high")  # TF32, where matmuls are in float32
 
     train, val, tokenizer, about = load_data(config.data)
-    micro = f"micro-steps of {config.batch_size} x {config.block_size} tokens, processes: {world}"
-    print0(f"preset {config.preset} on {device_name(config.device)}, {config.dtype}, {micro}")
+    print0(f"preset {config.preset} on {device_name(config.device)}, {config.dtype}")
     splits = f"{train.tokens:,} tokens to train on, {val.tokens:,} val ({about['val']})"
     print0(f"data {about['data']}: {splits}")
     if train.tokens <= config.total_batch or val.tokens <= config.block_size:
@@ -497,13 +485,12 @@ def is_ours(attn):
 
 
 def run():
-    """The program: it fails if a run diverged."""
+    """The program. It fails if a run diverged, and has said why."""
     try:
         if math.inf in main():
-            sys.exit(1)  # the reason is printed already
+            sys.exit(1)
     except KeyboardInterrupt:
-        how = "the same command, without --restart, goes on from the last checkpoint"
-        raise KeyboardInterrupt(how) from None
+        raise KeyboardInterrupt("without --restart the same command goes on") from None
 
 
 if __name__ == "__main__":

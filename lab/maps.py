@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from bench import SETTINGS
+import train
 from common import UserError, cli, find_checkpoint, path, pick_device, positive
 from data import get_tokenizer, load_data
 from lab import report
@@ -46,7 +46,8 @@ def open_checkpoints(paths, device):
         raise UserError("--ckpt: the checkpoints have different tokenizers, compare others")
 
     found = []
-    differ = [name for name in SETTINGS if len({str(one.get(name)) for one in settings}) > 1]
+    names = [name for name in train.IDENTITY if name not in ("attn", "seed")]
+    differ = [name for name in names if len({str(one.get(name)) for one in settings}) > 1]
     for model, one in zip(models, settings):
         # None is what is usual for the arm
         parts = [f"{name}={one[name]}" for name in differ if one.get(name) is not None]

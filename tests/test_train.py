@@ -240,7 +240,7 @@ def test_stopped_anywhere_a_run_ends_in_the_same_bits(capfd):
         file.write('{"step": 5, "tok')  # killed while it wrote
     assert train_in_child(cut, (train, "training_step", 7), press_ctrl_c) == 130
     said = capfd.readouterr().err
-    assert "the same command, without --restart, goes on" in said
+    assert "without --restart the same command goes on" in said
     assert "Traceback" not in said
     assert 0 < GPT.load("cut/softmax/ckpt.pt").extra["step"] < 24
     assert train_in_child(cut, (train, "training_step", 24)) == -signal.SIGKILL  # the second arm
