@@ -159,21 +159,26 @@ def find_words(enc):
 def make_list(names, words, number, pairs=32, crowd=0, place="any", style="colon", seed=SEED):
     """A list as (text, the line of the right word, the lines of the crowd, all words by line).
 
-    Lists of one number differ in the crowd alone, if place is "any". Lines are counted from 0.
-    place: "before" and "after" put the right line there, seen from all lines of the crowd.
+    Lists of one number differ in the crowd alone. Lines are counted from 0. place: "before" and
+    "after" put the right line there, seen from all lines of the crowd, which is half of the list at
+    the most.
     """
     rng = random.Random(f"{seed} {number}")
     names = rng.sample(names, pairs)
     words = rng.sample(words, pairs)
     order = rng.sample(range(pairs), pairs)
     examples = order[-EXAMPLES:]
-    chosen = order[: crowd + 1]
-    assert not set(chosen) & set(examples), "the crowd is too large for other examples"
-    if place == "before":
-        chosen.sort()
-    elif place == "after":
-        chosen.sort(reverse=True)
-    right, *crowd_lines = chosen
+    others = order[:-EXAMPLES]
+    if place == "any":
+        right, *wrong = others
+    elif place == "before":  # not in the first lines, which are hard to find, see the page
+        right = next(line for line in others if pairs // 8 <= line < 3 * pairs // 8)
+        wrong = [line for line in others if line > right]
+    else:
+        right = next(line for line in others if 5 * pairs // 8 <= line < 7 * pairs // 8)
+        wrong = [line for line in others if line < right]
+    crowd_lines = wrong[:crowd]
+    assert len(crowd_lines) == crowd, "there are not so many lines for the crowd"
     for line in crowd_lines:
         words[line] = words[crowd_lines[0]]
 
@@ -327,7 +332,8 @@ def cells():
     for place in ("before", "after"):
         yield "votes", 60, make_cell(16, place=place)
         for change in PRIMARY:
-            yield "lists", 60, make_cell(16, change, place=place)
+            for crowd in (0, 16):
+                yield "lists", 60, make_cell(crowd, change, place=place)
     for change in other_conditions():
         for crowd in (0, 16):
             yield "lists", 60, make_cell(crowd, change)
@@ -494,7 +500,7 @@ def contrast_table(rows, arrow, text):
     return lines
 
 
-def condition_table(rows, text, conditions):
+def condition_table(rows, text, conditions, place="any"):
     """Right answers, the crowd's word, and log p and text loss less those of no change."""
     logp = by_list(rows, "logp")
     right = by_list(rows, "right")
@@ -504,11 +510,11 @@ def condition_table(rows, text, conditions):
         name = name_of(change)
         lines.append({
             "condition": name,
-            "right, m = 0": f"{right[0, 'any', name].dropna().mean():.1%}",
-            "log p, m = 0": plus_minus(gain(logp, 0, name)),
-            "right, m = 16": f"{right[16, 'any', name].dropna().mean():.1%}",
-            "crowd's word": f"{crowd[16, 'any', name].dropna().mean():.1%}",
-            "log p, m = 16": plus_minus(gain(logp, 16, name)),
+            "right, m = 0": f"{right[0, place, name].dropna().mean():.1%}",
+            "log p, m = 0": plus_minus(gain(logp, 0, name, place=place)),
+            "right, m = 16": f"{right[16, place, name].dropna().mean():.1%}",
+            "crowd's word": f"{crowd[16, place, name].dropna().mean():.1%}",
+            "log p, m = 16": plus_minus(gain(logp, 16, name, place=place)),
             "text loss": f"{text[1024, name]:+.3f}",
         })  # fmt: skip
     return lines
@@ -602,6 +608,9 @@ def publish(rows):
         "contrasts": contrast_table(lists, arrow, text),
         "strengths": condition_table(lists, text, strengths),
         "others": condition_table(lists, text, others),
+        "arrow": condition_table(arrow, text, PRIMARY),
+        "before": condition_table(lists, text, PRIMARY, place="before"),
+        "after": condition_table(lists, text, PRIMARY, place="after"),
     }
     for pairs, place in ((32, "any"), (64, "any"), (32, "before"), (32, "after")):
         tables[f"votes, N = {pairs}, {place}"] = votes_table(votes, heads, pairs, place)
@@ -612,12 +621,9 @@ def publish(rows):
     tables["text loss by length"] = lengths
     for title, lines in tables.items():
         print(f"\n{title}\n\n{to_markdown(pd.DataFrame(lines))}")
-    logp = by_list(lists, "logp")
-    mean, low, high = bootstrap(contrast(logp, *pair_of("lookup")))
+    difference = contrast(by_list(lists, "logp"), *pair_of("lookup"))
+    mean, low, high = bootstrap(difference)
     print(f"\nprimary contrast: {mean:+.3f}, 95 % from {low:+.3f} to {high:+.3f}")
-    for place in ("before", "after"):
-        gains = [plus_minus(gain(logp, 16, name, place=place)) for name in pair_of("lookup")]
-        print(f"the right line {place} the crowd: minus {gains[0]}, louder {gains[1]}")
 
     loss_rows = []
     for row in rows:
