@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +116,9 @@ def test_numbers_are_read_as_people_write_them():
     for text in ("nan", "inf", "-1", "1_0"):
         with pytest.raises(argparse.ArgumentTypeError, match="is not a number"):
             common.number(text)
+    with pytest.raises(argparse.ArgumentTypeError, match="below 2\\^64"):
+        common.random_seed(str(2**64))
+    assert common.path("~/x") == Path.home() / "x"  # a shell leaves the ~ of --out=~/x
 
 
 def test_prepared_text_has_the_tokens_of_tiktoken(monkeypatch):
@@ -326,3 +330,13 @@ def test_a_foreign_manifest_is_named(content):
     Path("made/manifest.json").write_text(content)
     with pytest.raises(UserError, match="manifest.json is damaged, or not of prepare"):
         load_data(Path("made"))
+
+
+def test_a_text_file_takes_twice_its_size_of_memory():
+    size = 16_000_000
+    Path("big.txt").write_bytes(b"word " * (size // 5))
+    tracemalloc.start()
+    load_data(Path("big.txt"))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2.5 * size

@@ -342,6 +342,15 @@ def test_output_that_cannot_show_a_name_does_not_stop_a_run():
     assert b"Gr\\xf6\\xdfe" in said.stdout
 
 
+def test_a_full_memory_is_one_line_and_names_the_flags(monkeypatch):
+    def full():
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 EB")
+
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    with pytest.raises(SystemExit, match="train.py: out of memory: a smaller --batch_size"):
+        train.cli(full)
+
+
 # arms of one's own
 
 
