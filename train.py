@@ -468,6 +468,7 @@ def main(argv=None):
     losses = []
     for config, info in zip(configs, infos):
         with locked(config.out) if rank == 0 else nullcontext() as still_ours:
+            check_folder(config, info)  # again: another program may have been there since
             losses.append(train_one(config, train, val, info, rank, world, still_ours))
     if world > 1:
         dist.destroy_process_group()
