@@ -554,6 +554,7 @@ def votes_figure(votes, heads):
     for axis in (left.xaxis, left.yaxis):
         axis.set_ticks([0.001, 0.01, 0.1, 1], ["0.1", "1", "10", "100"])
     left.set(xlabel="r, weight on the right word, %", ylabel="c, on the crowd's 16, %")
+    left.xaxis.set_ticklabels(["", "1", "10", "100"])  # 0.1 stands at the other axis
     left.legend(loc="lower right", handletextpad=0)
 
     for kind, color in COLORS.items():
