@@ -441,9 +441,10 @@ def gain(table, crowd, condition, base=NO_CHANGE, place="any"):
     return (table[crowd, place, condition] - table[crowd, place, base]).dropna()
 
 
-def contrast(table, condition, base):
+def contrast(table, condition, base=NO_CHANGE, place="any"):
     """[condition - base] beside a crowd of 16, minus the same without a crowd, for each list."""
-    return (gain(table, 16, condition, base) - gain(table, 0, condition, base)).dropna()
+    beside = gain(table, 16, condition, base, place)
+    return (beside - gain(table, 0, condition, base, place)).dropna()
 
 
 @lru_cache
@@ -482,18 +483,25 @@ def pair_of(heads, strength=0.5):
 
 
 def contrast_table(rows, arrow, text):
-    """The primary contrast, and the same in the other format and in other heads."""
-    tables = {"lookup": rows, "lookup, arrow": arrow}
-    tables |= dict.fromkeys(("sharp", "blunt", "random", "all"), rows)
+    """The primary contrast, and the same in other lists and in other heads."""
+    cases = {
+        "lookup": (rows, "lookup", "any"),
+        "lookup, arrow": (arrow, "lookup", "any"),
+        "lookup, before": (rows, "lookup", "before"),
+        "lookup, after": (rows, "lookup", "after"),
+    }
+    for heads in ("sharp", "blunt", "random", "all"):
+        cases[heads] = (rows, heads, "any")
     lines = []
-    for label, found in tables.items():
+    for label, (found, heads, place) in cases.items():
         logp = by_list(found, "logp")
-        minus, louder = pair_of(label.removesuffix(", arrow"))
-        difference = contrast(logp, minus, louder)
+        minus, louder = pair_of(heads)
+        difference = contrast(logp, minus, louder, place)
         line = dict(heads=label, lists=len(difference))
         for name, change in dict(minus=minus, louder=louder).items():
             for crowd in (0, 16):
-                line[f"{name}, m = {crowd}"] = plus_minus(gain(logp, crowd, change))
+                line[f"{name}, m = {crowd}"] = plus_minus(gain(logp, crowd, change, place=place))
+            line[f"{name}, more"] = plus_minus(contrast(logp, change, place=place))
         line["contrast"] = plus_minus(difference)
         line["text: minus, louder"] = f"{text[1024, minus]:+.3f}, {text[1024, louder]:+.3f}"
         lines.append(line)
@@ -625,6 +633,14 @@ def publish(rows):
     difference = contrast(by_list(lists, "logp"), *pair_of("lookup"))
     mean, low, high = bootstrap(difference)
     print(f"\nprimary contrast: {mean:+.3f}, 95 % from {low:+.3f} to {high:+.3f}")
+    minus, louder = pair_of("lookup")
+    for value in ("right", "said_crowd"):
+        percent = 100 * by_list(lists, value).astype(float)
+        print(
+            f"{value}, in points: the minus without a crowd {plus_minus(gain(percent, 0, minus))}, "
+            f"beside it {plus_minus(gain(percent, 16, minus))}, "
+            f"there less louder {plus_minus(gain(percent, 16, minus, louder))}"
+        )
 
     loss_rows = []
     for row in rows:
