@@ -286,7 +286,11 @@ def commit():
 
 @contextmanager
 def locked(folder):
-    """Keeps a second program out of the folder. Yields a function that says if it is still ours."""
+    """Keeps a second program out of the folder. Yields a function to call before one writes there.
+
+    It raises UserError if somebody has moved or deleted the folder: another program may have made a
+    new one in its place.
+    """
     from filelock import FileLock, Timeout
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -294,8 +298,12 @@ def locked(folder):
     try:
         with FileLock(lock, timeout=0):
             number = os.stat(lock).st_ino
-            # somebody may move the folder, and then another program may make a new one there
-            yield lambda: lock.exists() and os.stat(lock).st_ino == number
+
+            def check_lock():
+                if not lock.exists() or os.stat(lock).st_ino != number:
+                    raise UserError(f"{folder} was moved or deleted: nothing more is written there")
+
+            yield check_lock
     except Timeout:
         raise UserError(f"another program is writing to {folder}") from None
 

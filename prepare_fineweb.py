@@ -187,7 +187,7 @@ def tokenize(documents):
             yield from future.result()
 
 
-def write_shards(config, manifest):
+def write_shards(config, manifest, check_lock):
     """Tokenizes the source into the shards that the manifest does not list yet."""
     shards = manifest["shards"]
     done = sum(shards.values())
@@ -214,6 +214,7 @@ def write_shards(config, manifest):
             os.remove(path)
             break
         # the shard counts from here on. If we are killed before, it is written again
+        check_lock()
         shards[path.name] = tokens
         manifest["next"] = place
         save_manifest(config.out, manifest)
@@ -221,7 +222,7 @@ def write_shards(config, manifest):
     bar.close()
 
 
-def fetch_shards(config, manifest):
+def fetch_shards(config, manifest, check_lock):
     """Fetches ready shards from the hub until there are --tokens, and not val alone."""
     shards = manifest["shards"]
     with naming(config.source, ValueError):  # of what can't be the name of a dataset
@@ -233,6 +234,7 @@ def fetch_shards(config, manifest):
         with naming(f"{config.source}, {name}", RuntimeError):  # of the library for downloads
             path = huggingface_hub.hf_hub_download(
                 config.source, name, repo_type="dataset", local_dir=config.out)
+        check_lock()
         shards[name] = len(read_shard(path))
         save_manifest(config.out, manifest)
         print(f"{name}: {sum(shards.values()):,} tokens so far")
@@ -243,7 +245,7 @@ def save_manifest(out, manifest):
     os.replace(out / "manifest.tmp", out / "manifest.json")
 
 
-def run(config):
+def run(config, check_lock):
     """Brings the folder config.out from what it holds to what the flags ask for."""
     out = config.out
     settings = {name: value for name, value in asdict(config).items() if name != "out"}
@@ -270,9 +272,9 @@ def run(config):
     if manifest != begun:
         save_manifest(out, manifest)  # says whose the shards are, before there is one
     if config.pretokenized:
-        fetch_shards(config, manifest)
+        fetch_shards(config, manifest, check_lock)
     else:
-        write_shards(config, manifest)
+        write_shards(config, manifest, check_lock)
     if len(shards) < 2:
         less = "choose a smaller --val_tokens and another --out"
         raise UserError(f"{config.source}: {sum(shards.values()):,} tokens are all val: {less}")
@@ -292,8 +294,8 @@ def main(argv=None):
     if max(config.shard_tokens, config.val_tokens) > 2e9:
         raise UserError("a shard has 2e9 tokens at most, since it counts them in an int32")
     logging.disable()  # of the libraries' retries: we print the error that ends the run
-    with locked(config.out):
-        run(config)
+    with locked(config.out) as check_lock:
+        run(config, check_lock)
 
 
 if __name__ == "__main__":

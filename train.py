@@ -345,10 +345,10 @@ def show(record, config):
         print0(f"      {record['sample']!r}")
 
 
-def train_one(config, train, val, info, rank, world, still_ours):
+def train_one(config, train, val, info, rank, world, check_lock):
     """Trains one run, from its seed or from where it stopped. Returns its last val loss, or inf.
 
-    train, val: the data. info: the first line of the log. still_ours: what locked() yields.
+    train, val: the data. info: the first line of the log. check_lock: what locked() yields.
     """
     raw_model, start = load_or_make(config)
     parameters = sum(p.numel() for p in raw_model.parameters())
@@ -403,7 +403,7 @@ def train_one(config, train, val, info, rank, world, still_ours):
             if bad:
                 record = dict(step=step, tokens=record["tokens"], diverged=bad)
             if rank == 0:
-                save(record, config, raw_model, optimizer, info, still_ours)
+                save(record, config, raw_model, optimizer, info, check_lock)
             if bad:
                 rest = "The last checkpoint is kept. Try a lower --lr, with another --out"
                 print0(f"{config.out} diverged at step {step}: {bad}. {rest}", file=sys.stderr)
@@ -416,13 +416,12 @@ def train_one(config, train, val, info, rank, world, still_ours):
     return record["val_loss"]
 
 
-def save(record, config, model, optimizer, info, still_ours):
+def save(record, config, model, optimizer, info, check_lock):
     """Writes a record to the log, and then, with an evaluation, the checkpoint.
 
     At step 0 the checkpoint comes first: the log of an old run goes only when there is a new one.
     """
-    if not still_ours():
-        raise UserError(f"{config.out} was moved or deleted: nothing more is written there")
+    check_lock()
     log = config.out / "log.jsonl"
     step = record["step"]
     if step > 0:
@@ -467,9 +466,9 @@ def main(argv=None):
         check_folder(config, infos[-1])
     losses = []
     for config, info in zip(configs, infos):
-        with locked(config.out) if rank == 0 else nullcontext() as still_ours:
+        with locked(config.out) if rank == 0 else nullcontext() as check_lock:
             check_folder(config, info)  # again: another program may have been there since
-            losses.append(train_one(config, train, val, info, rank, world, still_ours))
+            losses.append(train_one(config, train, val, info, rank, world, check_lock))
     if world > 1:
         dist.destroy_process_group()
 

@@ -340,3 +340,18 @@ def test_a_text_file_takes_twice_its_size_of_memory():
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2.5 * size
+
+
+def test_a_folder_that_was_moved_gets_no_more_shards(monkeypatch):
+    Path("x.jsonl").write_bytes(GOOD * 9)
+    tokenize = prepare_fineweb.tokenize
+
+    def move_and_tokenize(documents):
+        os.rename("o", "old")
+        os.mkdir("o")
+        yield from tokenize(documents)
+
+    monkeypatch.setattr(prepare_fineweb, "tokenize", move_and_tokenize)
+    with pytest.raises(UserError, match="o was moved or deleted"):
+        prepare("x.jsonl", "o", "--val_tokens=2")
+    assert not Path("o/manifest.json").exists()
