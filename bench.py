@@ -58,8 +58,10 @@ def read_runs(folders):
         reason = None
         if not records or not {"attn", "seed", "steps", "total_batch"} <= head.keys():
             reason = "no step in the log, or it is not one of train.py"
-        elif records[-1]["step"] < head["steps"] and "diverged" not in records[-1]:
-            reason = f"stopped at step {records[-1]['step']} of {head['steps']}"
+        elif "diverged" not in records[-1]:
+            last = records[-1]
+            if last["step"] < head["steps"] or "val_loss" not in last:
+                reason = f"stopped at step {last['step']} of {head['steps']}"
         if reason:
             left_out.append(dict(folder=folder, reason=reason))
             continue

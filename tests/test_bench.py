@@ -115,7 +115,9 @@ def test_logs_without_a_final_loss_are_named():
     fake_run("fine")
     write_log("empty")
     write_log("foreign", dict(step=1, loss=2), dict(step=2, loss=1))
-    assert list(compare()[1]) == ["runs/empty", "runs/foreign", "runs/stopped"]
+    head = json.loads(Path("runs/fine/log.jsonl").read_text().splitlines()[0])
+    write_log("lost", head, dict(step=head["steps"]))  # the end was not evaluated: it is no inf
+    assert list(compare()[1]) == ["runs/empty", "runs/foreign", "runs/lost", "runs/stopped"]
 
 
 # -----------------------------------------------------------------------------
