@@ -7,8 +7,8 @@ Trains arms on text, each at its own best learning rate, and compares them.
 
 The tables are toy (decay, the norm, the difference), average (one map minus the plain average),
 controls (what decay and the minus bring), table6 (of the paper), v2 (DIFF V2 with 40 seeds) and
-gpt2 (the plan for an H100, see lab/results/gpt2/plan.md). Stop it whenever you like, the same command goes on. Start it twice
-with other --rows to use more cores.
+gpt2 (the plan for an H100, see lab/results/gpt2/plan.md). Stop it whenever you like, the same
+command goes on. Start it twice with other --rows to use more cores.
 
 Half of the heads: a differential arm has half as many heads as softmax, so "2 heads" gives one map
 as many. A row is a name and its flags for train.py. For another one, edit ROWS and the table.
