@@ -537,13 +537,32 @@ def reported(rows, task, arms):
     return found
 
 
+def each_test(rows):
+    """The rows as they are published: one for each test of each run, see test_lambdas."""
+    found = []
+    for row in rows:
+        of_run = {key: value for key, value in row.items() if key != "tests"}
+        found += [of_run | test for test in row["tests"]]
+    return found
+
+
+def rows_of_grids(rows):
+    """The rows of GRIDS that are finished."""
+    tasks = [asdict(task) for _, cells in GRIDS.values() for task, _ in cells]
+    return [
+        row
+        for row in rows
+        if row["seed"] in NEW_SEEDS and any(task.items() <= row.items() for task in tasks)
+    ]
+
+
 def border(row):
     """The law's border: the crowd at which half of the answers are right.
 
     It lies between two sizes that were tested, on a straight line. 0 if fewer are right without a
     crowd, and inf if no crowd of the test is that large.
     """
-    points = [(int(m), accuracy) for m, accuracy in row["accuracy"].items()]
+    points = [(int(m), share) for m, share in row["accuracy"].items() if m[0] != "+"]
     if points[0][1] < 0.5:
         return 0.0
     for (m, more), (next_m, fewer) in zip(points, points[1:]):
@@ -591,17 +610,17 @@ LOOKS = {
 LOOKS |= {arm: LOOKS[twin] for arm, twin in zip(LINEAR, SOFTMAX)}
 
 
-def draw_accuracy(ax, runs, what="accuracy", said="", line=None):
+def draw_accuracy(ax, runs):
     """Right answers by the size of the crowd: thin for a seed, thick for the mean of an arm."""
     import pandas as pd
 
-    for arm, group in pd.DataFrame(runs, columns=["arm", what]).groupby("arm", sort=False):
-        name, color, own_line = LOOKS[arm]
-        curves = 100 * pd.DataFrame(list(group[what]))  # a row for each seed
+    for arm, group in pd.DataFrame(runs, columns=["arm", "accuracy"]).groupby("arm", sort=False):
+        name, color, line = LOOKS[arm]
+        curves = 100 * pd.DataFrame(list(group["accuracy"]))  # a row for each seed
+        curves = curves[[m for m in curves if m[0] != "+"]]
         sizes = [int(m) for m in curves.columns]
         ax.plot(sizes, curves.T, color=color, linewidth=0.8, alpha=0.5)
-        ax.plot(sizes, curves.mean(), line or own_line, color=color, linewidth=2.5,
-                label=name + said)
+        ax.plot(sizes, curves.mean(), line, color=color, linewidth=2.5, label=name)
     ax.set(xlabel="pairs that share a value", ylim=(-3, 103))
 
 
@@ -609,7 +628,7 @@ def crowd_figure(rows):
     """Right answers by the size of the crowd."""
     figure, axes = report.new_figure(columns=2, width=9, height=6, sharey=True)
     draw_accuracy(axes[0], reported(rows, softmax_task(2.0), SOFTMAX))
-    draw_accuracy(axes[1], reported(rows, Task(), LINEAR))
+    draw_accuracy(axes[1], reported(rows, linear_task(), LINEAR))
     axes[0].axvline(math.exp(2), color="black", linestyle=":")  # the law's border
     axes[0].text(math.exp(2) + 1, 50, "$e^{2}$ = 7.4")
     axes[0].set(title="softmax, logits up to 2", ylabel="right answers, %")
@@ -647,6 +666,33 @@ def law_figure(rows):
     ax.text(1.4, above + 2.5, f"not outvoted by {largest}")
     ax.set(xlabel="largest logit τ", ylabel="half are right at", ylim=(0, 60))
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+    return figure
+
+
+def mixed_figure(rows):
+    """Right answers beside 256 more pairs that agree, for lambdas learned on mixed lengths."""
+    figure, (ax,) = report.new_figure(width=6, height=5)
+    kinds = [
+        ("diff", "learned", "difference, its own λ", ORANGE, "o--"),
+        ("softmax minus average", "learned", "minus average, its own λ", GREEN, "s-"),
+        ("softmax minus average", 1, "minus average, λ = 1", GREEN, "s:"),
+    ]
+    caps = [*TAUS, None]
+    for arm, lam, label, color, line in kinds:
+        means = []
+        for i, tau in enumerate(caps):
+            shares = [
+                100 * row["accuracy"]["+256"]
+                for row in each_test(rows)
+                if (row["arm"], row["tau"], row["train_pairs"]) == (arm, tau, MIXED)
+                and (row["lambda_test"], row["extra"]) == (lam, "agree")
+            ]
+            ax.plot([i] * len(shares), shares, line[0], color=color, alpha=0.35)
+            means.append(fmean(shares) if shares else math.nan)
+        ax.plot(range(len(caps)), means, line, color=color, linewidth=2.5, label=label)
+    ax.set_xticks(range(len(caps)), [*map(str, TAUS), "no cap"])
+    ax.set(xlabel="largest logit τ", ylabel="right beside 256 more, %", ylim=(-3, 103))
+    figure.legend(loc="outside upper center", frameon=False)
     return figure
 
 
@@ -693,21 +739,31 @@ def publish(out):
     runs = []
     for task, arms in EXPERIMENTS["softmax"] + EXPERIMENTS["linear"]:
         runs += reported(rows, task, arms)
-    if not runs:
+    of_grids = rows_of_grids(rows)
+    if not runs and not of_grids:
         raise UserError(f"no arm of {out / 'runs.jsonl'} is finished: there is nothing to publish")
-    laws = [{"half right at": border(row), "lambda": row["lambda"]} for row in runs]
-    tables = {
-        f"Contrasts of the loss, ± half of a {CONTRAST_LEVEL:.1%} interval": contrast_table(runs),
-        "Right answers by the crowd": means_table(runs, [row["accuracy"] for row in runs]),
-        "By pairs added": means_table(runs, [row["accuracy_long"] for row in runs]),
-        "Border and lambda": means_table(runs, laws),
-    }
-    conditions = {
-        "seeds": f"rates chosen on {CHOOSE_ON}, means of {SEEDS}",
-        "machine": "; ".join(sorted({row["machine"] for row in rows})),
-    }
-    report.publish(out, "lookup", "The look-up", tables, rows, conditions, crowd_figure(rows))
-    law_figure(rows).savefig(out / "law.png")
+    conditions = {"machine": "; ".join(sorted({row["machine"] for row in rows}))}
+    if runs:
+        laws = [{"half right at": border(row), "lambda": row["lambda"]} for row in runs]
+        tables = {
+            f"Contrasts of the loss, ± half of a {CONTRAST_LEVEL:.1%} interval":
+                contrast_table(runs),
+            "Right answers by the crowd": means_table(runs, [row["accuracy"] for row in runs]),
+            "Border and lambda": means_table(runs, laws),
+        }
+        seeds = {"seeds": f"rates chosen on {CHOOSE_ON}, means of {SEEDS}"}
+        figure = crowd_figure(rows)
+        report.publish(out, "lookup", "The look-up", tables, each_test(rows), conditions | seeds,
+                       figure)
+        law_figure(rows).savefig(out / "law.png")
+    if of_grids:
+        tests = each_test(of_grids)
+        by = ["tau", "train_pairs", "values", "norm", "lr", "arm", "lambda_test", "extra"]
+        texts = [test | {key: str(test[key]) for key in by} for test in tests]
+        table = means_table(texts, [test["accuracy"] for test in tests], by)
+        seeds = {"seeds": f"means of those of {NEW_SEEDS} that are finished"}
+        report.publish(out, "lengths", "Longer texts", {"Right answers": table}, tests,
+                       conditions | seeds, mixed_figure(of_grids))
 
 
 def demo(out, seed):
