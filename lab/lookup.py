@@ -538,11 +538,16 @@ def reported(rows, task, arms):
 
 
 def each_test(rows):
-    """The rows as they are published: one for each test of each run, see test_lambdas."""
+    """The rows as they are published: one for each test of each run, see test_lambdas.
+
+    What is long and belongs to the run stands in the first of its rows only.
+    """
     found = []
     for row in rows:
         of_run = {key: value for key, value in row.items() if key != "tests"}
-        found += [of_run | test for test in row["tests"]]
+        long = [key for key in ("curve", "losses", "accuracy_hidden") if key in row]
+        for i, test in enumerate(row["tests"]):
+            found.append(of_run | test | (dict.fromkeys(long) if i > 0 else {}))
     return found
 
 
