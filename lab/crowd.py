@@ -378,15 +378,13 @@ def cells():
     for change in PRIMARY:
         for tokens in (256, 2048):
             yield "text", 0, dict(tokens=tokens) | change
-    # what text wants: the numbers that are trained, and what is gained in comparison to none
-    for numbers in ([], ["average"], ["louder"]):
+    # what text wants: the numbers that are trained. [] is the model as it is
+    for trained in (["average"], ["louder"]), (["average", "louder"], ["own"]):
         for text in ("manual", "sotu"):
-            for order in (0, 1) if numbers else (0,):
-                yield "wants", 0, dict(text=text, numbers=numbers, order=order)
-    for text in ("manual", "sotu"):
-        for numbers in (["average", "louder"], ["own"]):
+            yield "wants", 0, dict(text=text, numbers=[], order=0)
             for order in (0, 1):
-                yield "wants", 0, dict(text=text, numbers=numbers, order=order)
+                for numbers in trained:
+                    yield "wants", 0, dict(text=text, numbers=numbers, order=order)
 
 
 def make_cell(crowd, change=None, pairs=32, place="any", style="colon"):
