@@ -10,6 +10,7 @@ Tables and figures with numbers are those of Differential Transformer, arXiv 241
 """
 import argparse
 import math
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -130,36 +131,69 @@ def maps(args, checkpoints):
     about = dict(text=repr(args.text), shown=f"layer {layer}, mean of all heads")
     if all(run for _, _, run in checkpoints):
         about |= report.conditions_of([run for _, _, run in checkpoints])
-    words = [enc.decode([token]).replace("\n", "↵") for token in tokens]
+    words = [enc.decode([token]) for token in tokens]
     figure = draw_maps(shown, words)
     report.publish(args.out, "maps", "What a token attends to", tables, rows, about, figure)
 
 
-def draw_maps(shown, words):
+def words_of(tokens):
+    """[(the middle of its tokens, how many, the word)] of the words of a text, given as strings."""
+    owner = [i for i, token in enumerate(tokens) for _ in token]  # the token of each character
+    found = []
+    for word in re.finditer(r"\S+", "".join(tokens)):
+        first = owner[word.start()]
+        last = owner[word.end() - 1]
+        found.append(((first + last) / 2, last - first + 1, word.group()))
+    return found
+
+
+def draw_maps(shown, tokens):
     """The maps of each arm in a row. Row i of a map is what token i takes."""
     columns = max(len(of_arm) for of_arm in shown.values())
-    size = dict(width=4 * columns, height=4 * len(shown) + 0.5)
+    size = dict(width=4 * columns, height=3.8 * len(shown) + 0.6)
     figure, axes = report.new_figure(len(shown), columns, **size)
     entries = torch.cat([A[A != 0].abs() for of_arm in shown.values() for A in of_arm.values()])
-    largest = entries.quantile(0.99).item()  # the few above it would leave no colour for the rest
-    future = np.triu(np.ones((len(words), len(words)), bool), 1)
-    labels = [word.replace("$", r"\$") for word in words]  # a $ would begin a formula
+    largest = entries.quantile(0.95).item()  # the few above it would leave no colour for the rest
+    future = np.triu(np.ones((len(tokens), len(tokens)), bool), 1)
     for row, (arm, of_arm) in enumerate(shown.items()):
         for ax, (name, A) in zip(axes[row * columns :], of_arm.items()):
             A = np.ma.masked_where(future, A.numpy())
             image = ax.imshow(A, cmap="PuOr_r", vmin=-largest, vmax=largest)
-            ax.set_title(f"{arm}: {name}", fontsize=16)
+            if len(shown) == 1:
+                ax.set_title(f"${name}$", fontsize=22)
+            else:
+                ax.set_title(f"{arm}: ${name}$", fontsize=17)
             ax.grid(False)
             ax.set(xticks=[], yticks=[])
-            if len(words) <= 48:
-                ax.set_xticks(range(len(words)), labels, fontsize=8)
-                ax.set_yticks(range(len(words)), labels, fontsize=8)
-                ax.tick_params(length=0)
-    for ax in axes:
+            if len(tokens) <= 48:
+                label_words(ax, tokens)
+    for i, ax in enumerate(axes):
         ax.set_visible(bool(ax.images))
-    bar = figure.colorbar(image, ax=list(axes), shrink=0.5, extend="both", pad=0.02)
-    bar.ax.tick_params(labelsize=14)
+        if i % columns > 0:
+            ax.set_yticklabels([])
+    figure.supylabel("token i takes", fontsize=20)
+    figure.supxlabel("from token j", fontsize=20)
+    bar = figure.colorbar(image, ax=list(axes), shrink=0.6, extend="both", pad=0.02)
+    bar.set_label("weight", fontsize=20)
+    bar.ax.tick_params(labelsize=20)
     return figure
+
+
+def label_words(ax, tokens):
+    """Names the words on both axes, since a letter as small as a token could not be read."""
+    words = words_of(tokens)
+    places = [middle for middle, _, _ in words]
+    names = [word.replace("$", r"\$") for _, _, word in words]  # a $ would begin a formula
+    pitch = 240 / len(tokens)  # from token to token, about, in points
+    if any(len(word) > count for _, count, word in words):  # some tokens are more than a letter
+        size = min(20, pitch)
+        rotation = 90
+    else:
+        size = min(20, 1.6 * pitch)  # a letter is narrower than it is high
+        rotation = 0
+    ax.set_xticks(places, names, fontsize=size, rotation=rotation)
+    ax.set_yticks(places, names, fontsize=size)
+    ax.tick_params(length=0)
 
 
 def round_scores(scores, bits):

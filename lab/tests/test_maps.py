@@ -31,6 +31,11 @@ def test_a_map_in_numbers():
     assert found == pytest.approx(expected | {"on the token before": 0.25})
 
 
+def test_a_label_stands_at_the_middle_of_its_word():
+    assert maps.words_of(list("to be")) == [(0.5, 2, "to"), (3.5, 2, "be")]  # bytes
+    assert maps.words_of(["un", "like", " you"]) == [(0.5, 2, "unlike"), (2.0, 1, "you")]  # a BPE
+
+
 @pytest.mark.parametrize("attn", ["softmax", "diff", "linear_average", "diff_linear"])
 @torch.no_grad()
 def test_maps_and_scores_are_those_of_the_model(attn):
