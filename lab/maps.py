@@ -11,6 +11,7 @@ Tables and figures with numbers are those of Differential Transformer, arXiv 241
 """
 import argparse
 import math
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -136,8 +137,7 @@ def maps(args, checkpoints):
         about["shown"] = "layer {}, head {}, both counted from 0".format(*args.head)
     if all(run for _, _, run in checkpoints):
         about |= report.conditions_of([run for _, _, run in checkpoints])
-    words = [enc.decode([token]).replace("\n", "↵") for token in tokens]
-    figure = draw_maps(shown, words)
+    figure = draw_maps(shown, [enc.decode([token]) for token in tokens])
     report.publish(args.out, "maps", "What a token attends to", tables, rows, about, figure)
 
 
@@ -168,34 +168,57 @@ def choose_maps(args, arm, of_layers):
     return arm, chosen
 
 
-def draw_maps(shown, words):
+def draw_maps(shown, tokens):
     """The maps of each arm in a row. Row i of a map is what token i takes."""
     columns = max(len(of_arm) for of_arm in shown.values())
-    size = dict(width=4 * columns, height=4 * len(shown) + 0.5)
+    size = dict(width=4 * columns, height=3.8 * len(shown) + 0.6)
     figure, axes = report.new_figure(len(shown), columns, **size)
+    letters = 6.5 * columns  # in points: 9 pixels where the figure is 415 pixels wide
     entries = [A[:, 1:].abs() for of_arm in shown.values() for A in of_arm.values()]
     entries = torch.cat([A[A > 0] for A in entries])
     # the few above it would leave no colour for the rest, and the first token is often among them
-    largest = entries.quantile(0.99).item()
-    future = np.triu(np.ones((len(words), len(words)), bool), 1)
-    labels = [word.replace("$", r"\$") for word in words]  # a $ would begin a formula
+    largest = entries.quantile(0.97).item()
+    future = np.triu(np.ones((len(tokens), len(tokens)), bool), 1)
     for row, (arm, of_arm) in enumerate(shown.items()):
         for ax, (name, A) in zip(axes[row * columns :], of_arm.items()):
             A = np.ma.masked_where(future, A.numpy())
             image = ax.imshow(A, cmap="PuOr_r", vmin=-largest, vmax=largest)
-            ax.set_title(f"{arm}: {name}", fontsize=16)
+            title = f"${name}$" if len(shown) == 1 else f"{arm}: ${name}$"
+            ax.set_title(title, fontsize=letters)
             ax.grid(False)
             ax.set(xticks=[], yticks=[])
-            if len(words) <= 48:
-                size = min(16, max(8, 190 / len(words)))
-                ax.set_xticks(range(len(words)), labels, fontsize=size, rotation=90)
-                ax.set_yticks(range(len(words)), labels, fontsize=size)
-                ax.tick_params(length=0)
-    for ax in axes:
+            if len(tokens) <= 48:
+                label_tokens(ax, tokens, letters)
+    for i, ax in enumerate(axes):
         ax.set_visible(bool(ax.images))
-    bar = figure.colorbar(image, ax=list(axes), shrink=0.5, extend="both", pad=0.02)
-    bar.ax.tick_params(labelsize=14)
+        if i % columns > 0:
+            ax.set_yticklabels([])
+    figure.supylabel("token i takes", fontsize=letters)
+    figure.supxlabel("from token j", fontsize=letters)
+    bar = figure.colorbar(image, ax=list(axes), shrink=0.6, extend="both", pad=0.02)
+    bar.set_label("weight", fontsize=letters)
+    bar.ax.tick_params(labelsize=letters)
     return figure
+
+
+def label_tokens(ax, tokens, size):
+    """Names the tokens on both axes, or the words where a token is a letter: it would be small."""
+    pitch = 200 / len(tokens)  # from token to token, about, in points
+    if max(map(len, tokens)) == 1:
+        words = list(re.finditer(r"\S+", "".join(tokens)))
+        places = [(word.start() + word.end() - 1) / 2 for word in words]
+        names = [word.group() for word in words]
+        size = min(size, 1.6 * pitch)  # a letter is narrower than it is high
+        rotation = 0
+    else:
+        places = range(len(tokens))
+        names = [token.replace("\n", "↵") for token in tokens]
+        size = min(size, pitch)
+        rotation = 90
+    names = [name.replace("$", r"\$") for name in names]  # a $ would begin a formula
+    ax.set_xticks(places, names, fontsize=size, rotation=rotation)
+    ax.set_yticks(places, names, fontsize=size)
+    ax.tick_params(length=0)
 
 
 def round_scores(scores, bits):

@@ -32,6 +32,18 @@ def test_a_map_in_numbers():
     assert found == pytest.approx(expected | {"on the token before": 0.25})
 
 
+def test_the_axes_name_words_of_letters_or_tokens():
+    pytest.importorskip("matplotlib")
+    for tokens, names, places in (
+        (list("to be"), ["to", "be"], [0.5, 3.5]),  # bytes: a word's name stands at its middle
+        (["un", "like", " $"], ["un", "like", r" \$"], [0, 1, 2]),  # a BPE
+    ):
+        A = torch.eye(len(tokens))
+        ax = maps.draw_maps({"diff": {"A": A + A.roll(1, 0).tril()}}, tokens).axes[0]
+        assert [label.get_text() for label in ax.get_xticklabels()] == names
+        assert list(ax.get_xticks()) == list(ax.get_yticks()) == places
+
+
 @pytest.mark.parametrize("attn", ["softmax", "diff", "linear_average", "diff_linear"])
 @torch.no_grad()
 def test_maps_and_scores_are_those_of_the_model(attn):
