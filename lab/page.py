@@ -1,0 +1,294 @@
+"""
+Writes docs/index.html, a page on which a reader plays with the look-up of lab/lookup.py.
+
+    python -m lab.page    # trains four small models on one thread: some two minutes
+
+The page is lab/page.html with numbers in it, in one file that needs no server and no network. It
+has the logits of the trained layers for a few texts, and makes the maps of them itself, for every
+crowd and every lambda. What a whole model answers is in tables, since the models are too large.
+
+A pair's logit depends on its key and its value only, since there are no positions. So two logits
+for each pair are enough: with its own value, and with that of the crowd.
+"""
+import argparse
+import json
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+import torch
+
+from common import cli, path
+from lab.lookup import QUERIES, SHOWN, START_RATE, make_texts, softmax_task, train_reader
+from lab.lookup import with_lambda
+
+N = 64  # pairs
+RIGHT = N - QUERIES  # the pair that the first query asks for. The crowd is in the pairs before it
+CROWDS = range(RIGHT + 1)
+LAMBDAS = [step / 20 for step in range(21)]
+CAPS = {"2": 2.0, "none": None}
+# what is subtracted, and the model from whose map. The average and the own value are subtracted
+# from a map that was trained without any minus
+MINUS = {"average": "softmax", "own": "softmax", "second": "diff"}
+STEPS = 1500
+SEED = 3
+TEXT_SEED = 4 * 10**6  # of texts that are in no test and that no model was trained on
+TEXTS = 128  # for the share of right answers
+EXAMPLES = 6  # the first of these texts, which are on the page
+TEMPLATE = Path(__file__).with_suffix(".html")
+PAGE = Path(__file__).parents[1] / "docs" / "index.html"
+
+
+def texts_with(m, B=TEXTS):
+    """The same texts for every m, but that m of the pairs share a value."""
+    return make_texts(torch.Generator().manual_seed(TEXT_SEED), B, N, m)
+
+
+def train_all(steps):
+    """{cap: {arm: a trained Reader}}"""
+    readers = {}
+    for cap, tau in CAPS.items():
+        task = replace(softmax_task(tau), steps=steps)
+        readers[cap] = {}
+        for arm in ("softmax", "diff"):
+            lr = SHOWN[arm] if tau == 2.0 else START_RATE
+            readers[cap][arm], _ = train_reader(arm, task, lr, SEED)
+    return readers
+
+
+# -----------------------------------------------------------------------------
+# what the layers and the models give
+
+
+def look_up(reader, texts, minus):
+    """(A, S, V): the map, what lambda times is subtracted from it, and the values.
+
+    A and S are the rows of the queries, (B, 1, QUERIES, T).
+    """
+    x = reader.tokens(texts)
+    A, v = with_lambda(reader, 0.0).to(x.dtype).look_up(x)
+    if minus == "own":
+        S = torch.eye(A.shape[-1], dtype=A.dtype)[-QUERIES:].expand_as(A)
+    else:
+        difference, _ = with_lambda(reader, 1.0).to(x.dtype).look_up(x)
+        S = A - difference
+    return A, S, v
+
+
+def answers(reader, texts, minus):
+    """What the model says to each query with each of LAMBDAS, (LAMBDAS, B, QUERIES)."""
+    A, S, v = look_up(reader, texts, minus)
+    block = reader.blocks[0]
+    asked = reader.tokens(texts)[:, -QUERIES:]
+    said = []
+    for lam in LAMBDAS:
+        x = asked + block.attn.output((A - lam * S) @ v)  # and so on as in Reader.forward
+        x = x + block.mlp(block.norm2(x))
+        logits = reader.norm(x) @ reader.wte.weight[4 * N : 6 * N].T
+        said.append(logits.argmax(-1))
+    return torch.stack(said)
+
+
+def logits_of(reader):
+    """The logits of the first query, less that of its own token, in EXAMPLES texts.
+
+    Returns {"plain": (EXAMPLES, maps, N), "crowd": (EXAMPLES, maps, RIGHT)}: of each pair with its
+    own value, and with the crowd's.
+    """
+    reader = with_lambda(reader, 0.0).double()  # the second map comes from a difference of two
+    maps = 2 if reader.arm == "diff" else 1  # that of a single map would be the average
+    logits = {}
+    for name, m in dict(plain=0, crowd=RIGHT).items():
+        texts = texts_with(m, EXAMPLES)
+        first, second, _ = look_up(reader, texts, "second")
+        rows = torch.cat((first, second), dim=1)[:, :maps, 0, : N + 1]  # (EXAMPLES, maps, N + 1)
+        place = texts.rank.argsort(-1).argsort(-1)  # where each pair stands
+        row = torch.log(rows / rows[..., N:])
+        logits[name] = row.gather(-1, place[:, None].expand(-1, maps, -1))
+    logits["crowd"] = logits["crowd"][..., :RIGHT]
+    return logits
+
+
+def runs_of(letters):
+    """"rrrc" is "3r1c"."""
+    return "".join(f"{len(list(run))}{letter}" for letter, run in groupby(letters))
+
+
+def answer_tables(reader, minus, B):
+    """What the model says, for each lambda and each crowd.
+
+    right and crowd: how many thousandths of all answers are right, and are the crowd's value.
+    says: the answer in each example, a letter for each crowd: (r)ight, the (c)rowd's, or (o)ther.
+    """
+    right, crowd = [], []
+    for m in CROWDS:
+        texts = texts_with(m, B)
+        said = answers(reader, texts, minus)
+        right.append(said == texts.answer())
+        # one pair alone is no crowd
+        crowd.append((said == texts.value[:, :1]) & (m > 1))
+    right = torch.stack(right, dim=1)  # (LAMBDAS, CROWDS, B, QUERIES)
+    crowd = torch.stack(crowd, dim=1)
+    says = []
+    for example in range(EXAMPLES):
+        kind = 2 * right[..., example, 0] + 1 * crowd[..., example, 0]
+        says.append([runs_of("ocr"[k] for k in row) for row in kind.tolist()])
+    return dict(right=thousandths(right), crowd=thousandths(crowd), says=says)
+
+
+def thousandths(said):
+    return (1000 * said.float().mean((-2, -1))).round().int().tolist()
+
+
+@torch.no_grad()
+def collect(readers, steps, B=TEXTS):
+    """All numbers of the page."""
+    texts = texts_with(0, EXAMPLES)
+    data = dict(steps=steps, seed=SEED, look_ups=B * QUERIES, texts=[], models={})
+    for key, value, rank in zip(texts.key, texts.value, texts.rank):
+        order = rank.argsort()  # which pair stands at each place
+        data["texts"].append(dict(key=key.tolist(), value=value.tolist(), order=order.tolist()))
+    for cap, arms in readers.items():
+        tables = {minus: answer_tables(arms[arm], minus, B) for minus, arm in MINUS.items()}
+        maps = {}
+        for arm, names in dict(softmax=["one"], diff=["first", "second"]).items():
+            logits = logits_of(arms[arm])
+            for i, name in enumerate(names):
+                maps[name] = {which: rounded(row[:, i]) for which, row in logits.items()}
+        learned = round(arms["diff"].get_lambda().item(), 3)
+        data["models"][cap] = dict(maps=maps, answers=tables, learned=learned)
+    return data
+
+
+def rounded(logits):
+    return [[round(number, 4) for number in row] for row in logits.tolist()]
+
+
+# -----------------------------------------------------------------------------
+# the first frame, as the script of the page would show it: no crowd, and nothing subtracted
+
+
+def first_frame(data):
+    """{name: what stands for it in the template}"""
+    text = data["texts"][0]
+    model = data["models"]["2"]
+    plain = torch.tensor(model["maps"]["one"]["plain"][0], dtype=torch.float64)
+    crowd = torch.tensor(model["maps"]["one"]["crowd"][0], dtype=torch.float64)
+    curve = []  # the votes (right, crowd, other) for each crowd
+    for m in CROWDS:
+        powers = torch.cat((crowd[:m], plain[m:])).exp()
+        row = powers / (powers.sum() + 1)  # the logit of the question's own token is 0
+        others = [row[i].item() for i in range(m, N) if i != RIGHT]
+        curve.append((row[RIGHT].item(), row[:m].sum().item(), max(others)))
+        if m == 0:
+            start = row.tolist()
+    right, _, other = curve[0]
+    said = {"r": "green", "o": "another colour"}[model["answers"]["average"]["says"][0][0][1]]
+    voted = "green" if right >= other else "another colour"
+    rest = f"and so does the whole model" if voted == said else f"but the whole model says {said}"
+    share = model["answers"]["average"]["right"][0][0] / 10
+    frame = {
+        "squares": squares(text, start),
+        "asked": key_name(text["key"][RIGHT]),
+        "right": f"{right:.3f}",
+        "other": f"{other:.3f}",
+        "verdict": f"The votes say {voted}, {rest}.",
+        "share": f"In {data['look_ups']:,} such questions, with these settings, the model is right "
+        f"in {share:.1f} %.",
+        "steps": f"{data['steps']:,}",
+        "seed": str(data["seed"]),
+        "look-ups": f"{data['look_ups']:,}",
+        "data": json.dumps(data, separators=(",", ":")),
+    }
+    return frame | bars(curve[0]) | chart(curve)
+
+
+def key_name(key):
+    return f"{chr(65 + key // 10)}{key % 10}"
+
+
+def squares(text, row):
+    """The squares in the order of the text, each with its key and the bar of its weight."""
+    found = []
+    for pair in text["order"]:
+        value = text["value"][pair]
+        name = key_name(text["key"][pair])
+        hue = 164 if pair == RIGHT else round(value * 360 / 128, 2)
+        right, colour = (" right", "green") if pair == RIGHT else ("", f"colour {value}")
+        found.append(
+            f'<button type="button" class="square{right}" tabindex="{-1 if found else 0}" '
+            f'style="--hue: {hue}; --light: {62 + 8 * (value % 3)}%" '
+            f'aria-label="key {name}, {colour}"><span class="key">{name}</span>'
+            f'<span class="weight" style="width: {85 * row[pair] / max(row):.2f}%"></span></button>'
+        )
+    return "\n".join(found)
+
+
+def bars(votes):
+    """The bars of the votes, none of which is below 0. They begin at 25 %."""
+    frame = {}
+    for name, vote in zip(("right", "crowd", "other"), votes):
+        frame[f"bar-{name}"] = f"left: 25.00%; width: {75 * vote / max(votes):.2f}%"
+    return frame
+
+
+def chart(curve):
+    """Two lines, and the border: where the crowd's vote passes the right one's."""
+    rights = [right for right, _, _ in curve]
+    crowds = [crowd for _, crowd, _ in curve]
+    high = min(2.2 * max(rights), 1.1 * max(rights + crowds))
+    frame = {"zero": "100.0", "border-place": "display: none", "border-said": ""}
+    for name, line in dict(right=rights, crowd=crowds).items():
+        points = [f"{10 * m} {100 * (high - vote) / high:.1f}" for m, vote in enumerate(line)]
+        frame[f"line-{name}"] = "M" + "L".join(points)
+    border = border_of(rights, crowds)
+    if border is None:
+        frame["border-said"] = "No crowd of up to 56 passes green."
+    else:
+        place = f"left: calc(11px + (100% - 22px) * {border / RIGHT:.4f})"
+        said = f"The border: orange passes green at a crowd of {border:.1f}."
+        frame |= {"border-place": place, "border-said": said}
+    return frame
+
+
+def border_of(rights, crowds):
+    """The crowd at which its vote passes the right one's, on a line between two sizes, or None."""
+    for m in CROWDS[1:]:
+        after = crowds[m] - rights[m]
+        if after > 0:
+            before = max(0, rights[m - 1] - crowds[m - 1])
+            return m - 1 + before / (before + after)
+    return None
+
+
+def fill(template, frame):
+    for name, text in frame.items():
+        assert f"@{name}@" in template, f"{TEMPLATE} has no place for {name}"
+        template = template.replace(f"@{name}@", text)
+    return template
+
+
+def make_page(out, steps=STEPS, B=TEXTS):
+    """Trains the models and writes the page. Returns the models."""
+    readers = train_all(steps)
+    frame = first_frame(collect(readers, steps, B))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(fill(TEMPLATE.read_text(encoding="utf-8"), frame), encoding="utf-8")
+    return readers
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(
+        prog="python -m lab.page",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    p.add_argument("--out", type=path, default=PAGE, help="file (docs/index.html)")
+    args = p.parse_args(argv)
+    make_page(args.out)
+    print(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    cli(main)
