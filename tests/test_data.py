@@ -2,7 +2,6 @@
 import argparse
 import gzip
 import json
-import os
 import random
 import signal
 import subprocess
