@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from common import cli, path
-from lab.lookup import QUERIES, SHOWN, START_RATE, make_texts, softmax_task, train_reader
-from lab.lookup import with_lambda
+from lab.lookup import QUERIES, SHOWN, START_RATE, Texts
+from lab.lookup import make_texts, softmax_task, train_reader, with_lambda
 
 N = 64  # pairs
 RIGHT = N - QUERIES  # the pair that the first query asks for. The crowd is in the pairs before it
@@ -40,8 +40,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "index.html"
 
 
 def texts_with(m, B=TEXTS):
-    """The same texts for every m, but that m of the pairs share a value."""
-    return make_texts(torch.Generator().manual_seed(TEXT_SEED), B, N, m)
+    """The first B of the same texts for every m, but that m of the pairs share a value."""
+    texts = make_texts(torch.Generator().manual_seed(TEXT_SEED), TEXTS, N, m)
+    return Texts(texts.key[:B], texts.value[:B], texts.rank[:B])
 
 
 def train_all(steps):
@@ -168,36 +169,43 @@ def rounded(logits):
 # the first frame, as the script of the page would show it: no crowd, and nothing subtracted
 
 
+def votes_of(maps, text):
+    """The row of one map without a crowd, and the votes (right, crowd, other) for each crowd."""
+    plain = torch.tensor(maps["plain"][text], dtype=torch.float64)
+    crowd = torch.tensor(maps["crowd"][text], dtype=torch.float64)
+    rows = []
+    for m in CROWDS:
+        powers = torch.cat((crowd[:m], plain[m:])).exp()
+        rows.append((powers / (powers.sum() + 1)).tolist())  # the question's own logit is 0
+    curve = []
+    for m, row in enumerate(rows):
+        others = [row[i] for i in range(m, N) if i != RIGHT]
+        curve.append((row[RIGHT], sum(row[:m]), max(others)))
+    return rows[0], curve
+
+
 def first_frame(data):
     """{name: what stands for it in the template}"""
     text = data["texts"][0]
     model = data["models"]["2"]
-    plain = torch.tensor(model["maps"]["one"]["plain"][0], dtype=torch.float64)
-    crowd = torch.tensor(model["maps"]["one"]["crowd"][0], dtype=torch.float64)
-    curve = []  # the votes (right, crowd, other) for each crowd
-    for m in CROWDS:
-        powers = torch.cat((crowd[:m], plain[m:])).exp()
-        row = powers / (powers.sum() + 1)  # the logit of the question's own token is 0
-        others = [row[i].item() for i in range(m, N) if i != RIGHT]
-        curve.append((row[RIGHT].item(), row[:m].sum().item(), max(others)))
-        if m == 0:
-            start = row.tolist()
+    row, curve = votes_of(model["maps"]["one"], 0)
     right, _, other = curve[0]
-    said = {"r": "green", "o": "another colour"}[model["answers"]["average"]["says"][0][0][1]]
+    table = model["answers"]["average"]  # whose first row has lambda = 0: nothing is subtracted
+    said = {"r": "green", "o": "another colour"}[table["says"][0][0].lstrip("0123456789")[0]]
     voted = "green" if right >= other else "another colour"
-    rest = f"and so does the whole model" if voted == said else f"but the whole model says {said}"
-    share = model["answers"]["average"]["right"][0][0] / 10
+    rest = "and so does the whole model" if voted == said else f"but the whole model says {said}"
+    look_ups = f"{data['look_ups']:,}"
     frame = {
-        "squares": squares(text, start),
+        "squares": squares(text, row),
         "asked": key_name(text["key"][RIGHT]),
         "right": f"{right:.3f}",
         "other": f"{other:.3f}",
         "verdict": f"The votes say {voted}, {rest}.",
-        "share": f"In {data['look_ups']:,} such questions, with these settings, the model is right "
-        f"in {share:.1f} %.",
+        "share": f"With these settings {table['right'][0][0] / 10:.1f} % of the model’s answers to "
+        f"{look_ups} such questions are right.",
         "steps": f"{data['steps']:,}",
         "seed": str(data["seed"]),
-        "look-ups": f"{data['look_ups']:,}",
+        "look-ups": look_ups,
         "data": json.dumps(data, separators=(",", ":")),
     }
     return frame | bars(curve[0]) | chart(curve)
@@ -211,13 +219,15 @@ def squares(text, row):
     """The squares in the order of the text, each with its key and the bar of its weight."""
     found = []
     for pair in text["order"]:
-        value = text["value"][pair]
         name = key_name(text["key"][pair])
-        hue = 164 if pair == RIGHT else round(value * 360 / 128, 2)
-        right, colour = (" right", "green") if pair == RIGHT else ("", f"colour {value}")
+        hue = 164 + 360 * (pair - RIGHT) / N  # 164 is green
+        light = 55 + 8 * ((pair + 1) % 3)
+        right, colour = "", f"colour {text['value'][pair]}"
+        if pair == RIGHT:
+            right, colour = " right", "green"
         found.append(
             f'<button type="button" class="square{right}" tabindex="{-1 if found else 0}" '
-            f'style="--hue: {hue}; --light: {62 + 8 * (value % 3)}%" '
+            f'style="--hue: {hue}; --light: {light}%" '
             f'aria-label="key {name}, {colour}"><span class="key">{name}</span>'
             f'<span class="weight" style="width: {85 * row[pair] / max(row):.2f}%"></span></button>'
         )
@@ -234,29 +244,28 @@ def bars(votes):
 
 def chart(curve):
     """Two lines, and the border: where the crowd's vote passes the right one's."""
-    rights = [right for right, _, _ in curve]
-    crowds = [crowd for _, crowd, _ in curve]
-    high = min(2.2 * max(rights), 1.1 * max(rights + crowds))
-    frame = {"zero": "100.0", "border-place": "display: none", "border-said": ""}
-    for name, line in dict(right=rights, crowd=crowds).items():
-        points = [f"{10 * m} {100 * (high - vote) / high:.1f}" for m, vote in enumerate(line)]
+    largest = max(right for right, _, _ in curve)
+    high = min(2.2 * largest, 1.1 * max(largest, *(crowd for _, crowd, _ in curve)))
+    frame = {"zero": "100.0"}
+    for i, name in enumerate(("right", "crowd")):
+        points = [f"{10 * m} {100 * (high - vote[i]) / high:.1f}" for m, vote in enumerate(curve)]
         frame[f"line-{name}"] = "M" + "L".join(points)
-    border = border_of(rights, crowds)
+    border = border_of(curve)
     if border is None:
+        frame["border-place"] = "display: none"
         frame["border-said"] = "No crowd of up to 56 passes green."
     else:
-        place = f"left: calc(11px + (100% - 22px) * {border / RIGHT:.4f})"
-        said = f"The border: orange passes green at a crowd of {border:.1f}."
-        frame |= {"border-place": place, "border-said": said}
+        frame["border-place"] = f"left: calc(11px + (100% - 22px) * {border / RIGHT:.4f})"
+        frame["border-said"] = f"The border: orange passes green at a crowd of {border:.1f}."
     return frame
 
 
-def border_of(rights, crowds):
-    """The crowd at which its vote passes the right one's, on a line between two sizes, or None."""
+def border_of(curve):
+    """The crowd whose vote passes the right one, on a line between two sizes, or None."""
     for m in CROWDS[1:]:
-        after = crowds[m] - rights[m]
+        after = curve[m][1] - curve[m][0]
         if after > 0:
-            before = max(0, rights[m - 1] - crowds[m - 1])
+            before = max(0, curve[m - 1][0] - curve[m - 1][1])
             return m - 1 + before / (before + after)
     return None
 
