@@ -719,6 +719,7 @@ def weights_figure(readers, N, m):
         if agree:
             numbers[m / 2] = sum(weights[:m])  # they have one value, so they add up
             ax.bar(m / 2, numbers[m / 2], 5, color=ORANGE)
+            ax.set_title("outvoted" if numbers[m / 2] > numbers[right] else "not outvoted")
         else:
             ax.bar(range(m), weights[:m], 1, color=ORANGE)
             ax.set_title(LOOKS[title][0] if title in LOOKS else title)
@@ -731,6 +732,8 @@ def weights_figure(readers, N, m):
         ax.locator_params(axis="y", nbins=4)
     axes[0].set_ylabel("none agree")
     axes[len(readers)].set_ylabel(f"{m} agree")
+    figure.supylabel("weight", fontsize=18)
+    figure.supxlabel(f"the {N} pairs of the text", fontsize=18)
     return figure
 
 
