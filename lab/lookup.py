@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import model
-from common import UserError, cli, commit, device_name, path, random_seed
+from common import UserError, cli, commit, count, device_name, path
 from lab import report
 from lab.sweep import Cache, best_rate
 from lab.text import shift
@@ -50,6 +50,8 @@ WARMUP = 50
 CURVE_EVERY = 500  # steps between two points of a learning curve
 TEST_TEXTS = 512  # texts of each crowd in a test
 LONG_CROWDS = (64, 256, 1024, 4096)  # beside the N pairs, in texts longer than those of training
+LONG_TEXTS = 256  # texts of each of those tests
+CROWDS = 16  # where the added pairs are in several crowds
 CHOOSE_ON = (1, 2)  # the seeds that choose the rate of an arm
 CHOOSE_STEPS = 2000  # longer runs have the rate that is best for so many steps
 SEEDS = (3, 4, 5, 6, 7)  # the seeds that are reported
@@ -65,15 +67,21 @@ SHOWN = {"softmax": 4.5e-3, "softmax minus average": 2e-3, "diff": 2e-3}
 class Task:
     """What the arms of a comparison share. The defaults are those of the linear arms."""
 
-    pairs: int = 64
+    pairs: int = 64  # N of the texts of a test, before anything is added to them
+    train_pairs: int | list = 64  # N in training, or a list [least, most]: N is drawn for each step
+    keys: int = 256  # different keys, of which a text has N
+    values: int = 128  # different values
     tau: float | None = None  # the largest logit of a softmax map. None: no cap
     heads: int = 2  # of values. A differential arm has two maps for each of them
+    norm: bool = True  # an output norm
     two_tokens: bool = False  # key and value are two tokens, and each token sees the one before it
     steps: int = 8000
     crowd_in_training: bool = False
-    # or "1", or "1 in tests": then lambda is learned in training, and an arm of one map is trained
-    # as it is, and reads the tests minus the average
-    lambda_is: str = "learned"
+    lambda_is: str = "learned"  # or "1": it is held at 1 in training
+
+
+def linear_task(pairs=64, **more):
+    return Task(pairs=pairs, train_pairs=pairs, keys=4 * pairs, values=2 * pairs, **more)
 
 
 def softmax_task(tau, heads=1, **more):
@@ -95,49 +103,61 @@ class Texts:
         """The same texts without the first m pairs. Without positions there is no gap."""
         return Texts(self.key[:, m:], self.value[:, m:], self.rank[:, m:])
 
+    def split(self, B):
+        """The same texts, B at a time."""
+        parts = zip(self.key.split(B), self.value.split(B), self.rank.split(B))
+        return [Texts(*part) for part in parts]
+
     def answer(self):
         """(B, QUERIES)"""
         return self.value[:, -QUERIES:]
 
 
-def make_texts(generator, B, N, m=0, more=0):
+def make_texts(generator, B, N, m=0, more=0, extra="agree", keys=None, values=None):
     """B texts of N pairs: m in a crowd, and the others with different values.
 
-    `more` pairs are added to them. They share another value, and their keys are drawn, with
-    repetition, from those that the N pairs don't have.
+    `more` pairs are added to them. Their values are not those of the N pairs, and their keys are
+    drawn, with repetition, from those that the N pairs don't have. extra: their values agree, or
+    all differ, or are those of CROWDS crowds of equal size.
+    keys, values: how many there are. None: 4 N and 2 N.
     """
     assert m <= N - QUERIES, "no query asks for a pair in the crowd"
-    keys = torch.rand(B, 4 * N, generator=generator).argsort(-1)  # all of them, shuffled
-    values = torch.rand(B, 2 * N, generator=generator).argsort(-1)
-    free = torch.randint(N, 4 * N, (B, more), generator=generator)
-    added = values[:, N : N + 1].expand(B, more)
-    crowd = values[:, :1].expand(B, m)
+    keys = 4 * N if keys is None else keys
+    values = 2 * N if values is None else values
+    different = {"agree": 1, "differ": more, "crowds": CROWDS}[extra] if more > 0 else 0
+    key = torch.rand(B, keys, generator=generator).argsort(-1)  # all of them, shuffled
+    # the first of the shuffled values. To sort all of 8,192 would take longer than the model
+    shuffled = torch.rand(B, values, generator=generator)
+    value = shuffled.topk(max(2 * N, N + different), largest=False).indices
+    free = torch.randint(N, keys, (B, more), generator=generator)
+    added = torch.arange(more) % max(1, different)  # which of the different values each pair has
+    crowd = value[:, :1].expand(B, m)
     return Texts(
-        key=torch.cat((keys.gather(1, free), keys[:, :N]), dim=1),
-        value=torch.cat((added, crowd, values[:, m:N]), dim=1),
+        key=torch.cat((key.gather(1, free), key[:, :N]), dim=1),
+        value=torch.cat((value[:, N + added], crowd, value[:, m:N]), dim=1),
         rank=torch.rand(B, more + N, generator=generator),
     )
 
 
-def test_texts(N, m=0, more=0, B=TEST_TEXTS, agree=True):
+def test_texts(N, m=0, more=0, B=TEST_TEXTS, agree=True, **of_texts):
     """The same texts for all models, and none was trained on them.
 
     agree=False: the crowd's pairs keep the different values that were drawn for them.
     """
     generator = torch.Generator().manual_seed(2 * 10**6 + more if more > 0 else 10**6 + m)
-    return make_texts(generator, B, N, m if agree else 0, more)
+    return make_texts(generator, B, N, m if agree else 0, more, **of_texts)
 
 
 def crowds(N, arm):
     """The sizes of the crowd in a test: many for softmax, where the law tells the border."""
-    if arm in SOFTMAX:
+    if arm not in LINEAR:
         return [0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48]
     return [0, N // 8, N // 4, N // 2, 3 * N // 4]
 
 
 # -----------------------------------------------------------------------------
-# the arms: one map, the sum of two, one map minus the average, and the difference of two. In linear
-# attention there are also two maps whose weights can be negative
+# the arms: one map, the sum of two, one map minus the average or minus the own value, and the
+# difference of two
 
 
 def summed(difference):
@@ -150,45 +170,13 @@ def summed(difference):
     return Sum
 
 
-class Signed(model.Attention):
-    """The dot product q k itself. It has either sign, so it can't be divided by its row's sum."""
+class OwnValue(model.SoftmaxAverage):
+    """A - lambda I: in place of the average each token takes away what it would say itself."""
 
     def maps(self, q, k, rope, log_D):
-        return q @ k.mT / math.sqrt(self.head_dim) * log_D.exp()
-
-
-class Delta(model.Attention):
-    """The delta rule (DeltaNet, arXiv 2406.06484) as a map.
-
-    q and k have length one, and a token writes into the state S only what a look-up of its key does
-    not give already:
-
-        u_t = beta_t (v_t - S_t-1 k_t)      S_t = S_t-1 + u_t k_t^T      y_t = S_t q_t
-
-    So (1 + L) U = beta V with L_ts = beta_t k_t k_s for s < t, and A = (q k) (1 + L)^-1 beta.
-    """
-
-    def __init__(self, config, depth):
-        super().__init__(config, depth)
-        self.beta = nn.Linear(config.n_embd, config.n_head, bias=False)
-        # model.py leaves beta as it is here. initial_seed is the seed of the GPT
-        generator = torch.Generator().manual_seed(torch.initial_seed())
-        std = 1 / math.sqrt(3 * config.n_embd)
-        nn.init.normal_(self.beta.weight, std=std, generator=generator)
-
-    def project(self, x):
-        """Each key has its token's beta as one more channel, since `maps` needs both."""
-        q, k, v, lam = super().project(x)
-        beta = torch.sigmoid(self.beta(x)).mT[..., None]  # (B, H, T, 1)
-        return F.normalize(q, dim=-1), torch.cat((F.normalize(k, dim=-1), beta), dim=-1), v, lam
-
-    def maps(self, q, k, rope, log_D):
-        k, beta = k.split([self.head_dim, 1], dim=-1)
-        L = (beta * (k @ k.mT)).tril(-1)  # (B, H, T, T)
-        A = q @ k.mT * log_D.exp()
-        # unitriangular: the ones of 1 + L need not be there
-        A = torch.linalg.solve_triangular(L, A, upper=False, left=False, unitriangular=True)
-        return A * beta.mT
+        A = super().maps(q, k, rope, log_D)[:, 0::2]  # (B, h, rows, T), the last rows of the map
+        own = torch.eye(A.shape[-1])[-A.shape[-2] :].expand_as(A)
+        return torch.stack((A, own), dim=2).flatten(1, 2)
 
 
 ARMS = {
@@ -196,15 +184,14 @@ ARMS = {
     "softmax sum": summed(model.Diff),
     "softmax minus average": model.SoftmaxAverage,
     "diff": model.Diff,
+    "softmax minus own": OwnValue,
     "linear": model.Linear,
     "linear sum": summed(model.DiffLinear),
     "linear minus average": model.LinearAverage,
     "diff_linear": model.DiffLinear,
-    "signed": Signed,
-    "delta": Delta,
 }
 SOFTMAX = list(ARMS)[:4]
-LINEAR = list(ARMS)[4:]
+LINEAR = list(ARMS)[5:]
 
 # -----------------------------------------------------------------------------
 # the model
@@ -225,8 +212,8 @@ class Reader(model.GPT):
             n_layer=1,
             n_head=task.heads * ARMS[arm].heads_per_value,
             n_embd=CHANNELS,
-            subln=True,  # all arms have an output norm
-            vocab_size=6 * task.pairs + 1,  # 4 N keys, 2 N values, and the mark of a query
+            subln=task.norm,  # the same for all arms
+            vocab_size=task.keys + task.values + 1,  # and the mark of a query
             rope_theta=0,
         )
         super().__init__(config, seed)
@@ -245,8 +232,8 @@ class Reader(model.GPT):
         """The embedded texts, (B, T, C): a token for each pair, or two, and one for each query."""
         order = texts.rank.argsort(-1)  # which pair stands at each place
         asked = texts.key[:, -QUERIES:]
-        value = 4 * self.task.pairs + texts.value  # the rows behind those of the keys
-        mark = torch.full_like(asked, 6 * self.task.pairs)
+        value = self.task.keys + texts.value  # the rows behind those of the keys
+        mark = torch.full_like(asked, self.task.keys + self.task.values)
         key = self.wte(torch.cat((texts.key.gather(1, order), asked), dim=1))
         value = self.wte(torch.cat((value.gather(1, order), mark), dim=1))
         if self.task.two_tokens:
@@ -255,10 +242,10 @@ class Reader(model.GPT):
             return torch.cat((pairs, key[:, N:] + value[:, N:]), dim=1)
         return key + value
 
-    def look_up(self, x):
-        """What the queries take from each token of x (B, T, C), and the values of all tokens.
+    def maps(self, x):
+        """The last rows of the maps, (B, H, QUERIES, T), and the values of all tokens.
 
-        These are the last rows of the map, (B, h, QUERIES, T), and V, (B, h, T, d_v).
+        x (B, T, C) are the tokens, and the values V (B, h, T, d_v).
         """
         layer = self.blocks[0].attn
         x = self.blocks[0].norm1(x)
@@ -275,18 +262,30 @@ class Reader(model.GPT):
         distance = position[-QUERIES:, None] - position  # (QUERIES, T)
         log_D = model.log_mask(layer.decay_rate(q), distance)
         rope = model.make_rope(position[:1], layer.config, x.dtype)  # it turns nothing: theta is 0
-        return layer.subtract(layer.maps(q, k, rope, log_D), self.get_lambda()), v
+        return layer.maps(q, k, rope, log_D), v
 
-    def forward(self, texts):
-        """The logits of the values at the queries, (B, QUERIES, 2 N)."""
+    def look_up(self, x):
+        """What the queries take from each token, (B, h, QUERIES, T), and the values."""
+        maps, v = self.maps(x)
+        return self.blocks[0].attn.subtract(maps, self.get_lambda()), v
+
+    def read(self, texts, lambdas):
+        """The logits of the values at the queries, (B, QUERIES, values), for each lambda."""
         block = self.blocks[0]
         x = self.tokens(texts)
-        A, v = self.look_up(x)
-        x = x[:, -QUERIES:] + block.attn.output(A @ v)
-        x = x + block.mlp(block.norm2(x))
-        # the embedding is also the output layer, as in the GPT, but only values can be answers
-        N = self.task.pairs
-        return self.norm(x) @ self.wte.weight[4 * N : 6 * N].T
+        maps, v = self.maps(x)
+        first = self.task.keys  # the row of the first value
+        found = []
+        for lam in lambdas:
+            y = x[:, -QUERIES:] + block.attn.output(block.attn.subtract(maps, lam) @ v)
+            y = y + block.mlp(block.norm2(y))
+            # the embedding is also the output layer, as in the GPT, but only values can be answers
+            found.append(self.norm(y) @ self.wte.weight[first : first + self.task.values].T)
+        return found
+
+    def forward(self, texts):
+        """The logits with the model's own lambda, (B, QUERIES, values)."""
+        return self.read(texts, [self.get_lambda()])[0]
 
 
 def with_lambda(reader, number):
@@ -312,10 +311,13 @@ def train_reader(arm, task, lr, seed):
     for step in tqdm(range(task.steps), arm, leave=False, disable=None):
         rate = lr * min(1, (step + 1) / WARMUP) * (1 - step / task.steps)
         optimizer.param_groups[0]["lr"] = rate
+        N = task.train_pairs
+        if isinstance(N, list):
+            N = int(torch.randint(N[0], N[1] + 1, (), generator=generator))
         m = 0
         if task.crowd_in_training:
-            m = int(torch.randint(3 * task.pairs // 4 + 1, (), generator=generator))
-        texts = make_texts(generator, BATCH, task.pairs, m)
+            m = int(torch.randint(3 * N // 4 + 1, (), generator=generator))
+        texts = make_texts(generator, BATCH, N, m, keys=task.keys, values=task.values)
         loss = F.cross_entropy(reader(texts).flatten(0, 1), texts.answer().flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -324,10 +326,16 @@ def train_reader(arm, task, lr, seed):
         if (step + 1) % CURVE_EVERY == 0:
             point = dict(step=step + 1)
             for size in (0, task.pairs // 2):
-                test_loss, accuracy = test_on(reader, test_texts(task.pairs, size, B=128))
+                test_loss, accuracy = test_on(reader, texts_of(task, size, B=128))
                 point |= {f"loss {size}": test_loss, f"accuracy {size}": accuracy}
             curve.append(point)
     return reader, curve
+
+
+def texts_of(task, m=0, more=0, B=TEST_TEXTS, **more_of_texts):
+    """The texts of a test of this task."""
+    of_task = dict(keys=task.keys, values=task.values)
+    return test_texts(task.pairs, m, more, B, **of_task, **more_of_texts)
 
 
 @torch.no_grad()
@@ -336,6 +344,38 @@ def test_on(reader, texts):
     logits = reader(texts)
     loss = F.cross_entropy(logits.flatten(0, 1), texts.answer().flatten()).item()
     return loss, (logits.argmax(-1) == texts.answer()).float().mean().item()
+
+
+@torch.no_grad()
+def test_lambdas(reader, extra):
+    """A row for each lambda: right answers by test, and how often the answer is a crowd's value.
+
+    A test is a crowd of "16" of the pairs, or "+256" pairs more, whose values are as `extra` says,
+    see make_texts. One map is read minus the average, its own lambda is 0.
+    """
+    task = reader.task
+    lam = reader.get_lambda()
+    lambdas = {"learned": 0.0 if lam is None else lam, 0: 0.0, 0.9: 0.9, 1: 1.0}
+    rows = [dict(lambda_test=name, extra=extra, accuracy={}, said_crowd={}) for name in lambdas]
+    tests = [(str(m), m, 0, TEST_TEXTS) for m in crowds(task.pairs, reader.arm)]
+    tests += [(f"+{more}", 0, more, LONG_TEXTS) for more in LONG_CROWDS]
+    reader = with_lambda(reader, None)
+    for name, m, more, B in tests:
+        right = torch.zeros(len(lambdas))
+        crowd = torch.zeros(len(lambdas))
+        texts = texts_of(task, m, more, B, extra=extra)
+        for part in texts.split(32):  # the tokens of all of them would need gigabytes
+            answer = part.answer()
+            wrong = part.value[:, None, : m + more]  # the values of the crowd
+            for i, logits in enumerate(reader.read(part, lambdas.values())):
+                said = logits.argmax(-1)  # (B, QUERIES)
+                right[i] += (said == answer).sum()
+                crowd[i] += (said[..., None] == wrong).any(-1).sum()
+        answers = B * QUERIES
+        for row, n_right, n_crowd in zip(rows, right.tolist(), crowd.tolist()):
+            row["accuracy"][name] = round(n_right / answers, 6)
+            row["said_crowd"][name] = round(n_crowd / answers, 6)
+    return rows
 
 
 @torch.no_grad()
@@ -348,31 +388,52 @@ def weights_of_pairs(reader, texts):
     return A.gather(-1, place[:, None, None].expand(*A.shape[:3], -1))
 
 
+@torch.no_grad()
+def weights_in_training(reader):
+    """(r, c, n): the first map's mean weight on the right and on a wrong pair, and its tokens.
+
+    They are those of texts without a crowd, as long as those of the training.
+    """
+    task = reader.task
+    N = task.train_pairs if isinstance(task.train_pairs, int) else task.pairs
+    texts = test_texts(N, B=64, keys=task.keys, values=task.values)
+    texts.rank = texts.rank.argsort(-1).argsort(-1).float()
+    maps, _ = reader.maps(reader.tokens(texts))
+    place = texts.rank.long()[:, None, None].expand(-1, 1, QUERIES, -1)
+    weights = maps[:, :1].gather(-1, place)  # (B, 1, QUERIES, N), in the order of drawing
+    right = weights[..., -QUERIES:].diagonal(dim1=-2, dim2=-1)
+    r = right.mean().item()
+    c = (weights.sum().item() - right.sum().item()) / (weights.numel() - right.numel())
+    return r, c, N + (1 + QUERIES) / 2
+
+
 def train_and_test(arm, task, lr, seed):
-    """A trained Reader, as it reads the tests, and the JSON row of its run."""
+    """A trained Reader, and the JSON row of its run with the row of each test in `tests`."""
     start = time.process_time()  # of this process, whatever else the machine does
     reader, curve = train_reader(arm, task, lr, seed)
-    row = dict(arm=arm, **asdict(task), lr=lr, seed=seed)
-    row |= dict(accuracy={}, accuracy_hidden={}, accuracy_long={}, losses={})
     lam = reader.get_lambda()
-    row["lambda"] = None if lam is None else lam.item()
-    if task.lambda_is == "1 in tests":
-        row["lambda"] = row["lambda"] or 0.0  # one map was trained without a minus
-        reader = with_lambda(reader, 1.0)
+    row = dict(arm=arm, **asdict(task), lr=lr, seed=seed)
+    row |= {"lambda": None if lam is None else lam.item()}
+    row["r"], row["c"], row["n"] = weights_in_training(reader)
     N = task.pairs
+    row |= dict(accuracy_hidden={}, losses={})
     for m in crowds(N, arm):
-        texts = test_texts(N, m)
-        row["losses"][str(m)], row["accuracy"][str(m)] = test_on(reader, texts)
+        texts = texts_of(task, m)
+        row["losses"][str(m)], _ = test_on(reader, texts)
         # without the crowd's pairs: is the model right once they are gone?
         _, row["accuracy_hidden"][str(m)] = test_on(reader, texts.without(m))
-    if not task.two_tokens:  # the T x T numbers of the delta rule would not fit into memory
-        for more in LONG_CROWDS:
-            _, row["accuracy_long"][str(more)] = test_on(reader, test_texts(N, more=more, B=32))
     row["loss"] = fmean(loss for m, loss in row["losses"].items() if m != "0")
     # in how many rows of the map the right pair weighs most, for each head
-    weights = weights_of_pairs(reader, test_texts(N, N // 4, B=128))
+    weights = weights_of_pairs(reader, texts_of(task, N // 4, B=128))
     right = torch.arange(N)[-QUERIES:]
     row["largest_is_right"] = (weights.argmax(-1) == right).float().mean((0, 2)).tolist()
+    extras = ["agree"]
+    if task.tau is None or task.tau == 2.0:
+        extras.append("crowds")
+    if task.values > task.pairs + max(LONG_CROWDS, default=0):
+        extras.append("differ")
+    row["tests"] = [test for extra in extras for test in test_lambdas(reader, extra)]
+    row["accuracy"] = row["tests"][0]["accuracy"]
     row |= dict(curve=curve, seconds=round(time.process_time() - start, 1))
     row |= dict(machine=device_name(torch.device("cpu")), commit=commit())
     return reader, row
@@ -382,32 +443,48 @@ def train_and_test(arm, task, lr, seed):
 # the experiment: each arm at its own best rate, chosen on plain texts
 
 TAUS = (1.5, 2.0, 2.5, 3.0, 3.5)
-FEW_TAUS = (2.0, 3.5, None)
-SUBTRACT = ["softmax minus average", "diff"]
-SUBTRACT_LINEAR = ["linear minus average", "diff_linear"]
+MINUS = ["softmax minus average", "diff"]
 # the comparisons: a task, and the arms
 EXPERIMENTS = {
     "softmax": [
         *[(softmax_task(tau), SOFTMAX) for tau in (*TAUS, None)],
         *[(softmax_task(2.0, heads), ["softmax"]) for heads in (2, 4)],
-        *[(softmax_task(tau, lambda_is="1 in tests"), ["softmax", *SUBTRACT]) for tau in FEW_TAUS],
-        *[(softmax_task(tau, lambda_is="1"), SUBTRACT) for tau in FEW_TAUS],
+        *[(softmax_task(tau, lambda_is="1"), MINUS) for tau in (2.0, 3.5, None)],
     ],
     "linear": [
-        (Task(), LINEAR),
-        (Task(steps=2000), LINEAR),
-        (Task(pairs=128), LINEAR),
-        (Task(pairs=128, steps=2000), LINEAR),
-        (Task(two_tokens=True, steps=2000), LINEAR[:4]),
-        (Task(pairs=128, lambda_is="1 in tests"), SUBTRACT_LINEAR),
-        (Task(two_tokens=True, steps=2000, lambda_is="1 in tests"), SUBTRACT_LINEAR),
-        (Task(lambda_is="1 in tests"), ["linear", *SUBTRACT_LINEAR]),
-        (Task(lambda_is="1"), ["linear minus average"]),
-        # the first experiment had the other arms, see lab/README.md
-        (Task(steps=2000, crowd_in_training=True), ["linear minus average"]),
-        (Task(pairs=128, steps=2000, crowd_in_training=True), ["linear minus average"]),
+        (linear_task(), LINEAR),
+        (linear_task(steps=2000), LINEAR),
+        (linear_task(128), LINEAR),
+        (linear_task(128, steps=2000), LINEAR),
+        (linear_task(two_tokens=True, steps=2000), LINEAR),
+        (linear_task(lambda_is="1"), ["linear minus average"]),
+        (linear_task(steps=2000, crowd_in_training=True), ["linear minus average"]),
+        (linear_task(128, steps=2000, crowd_in_training=True), ["linear minus average"]),
         (softmax_task(1.0, heads=2, crowd_in_training=True), ["softmax minus average"]),
     ],
+}
+# Those whose rates are given: rates, and tasks with their arms
+RATES = (3e-3, 2e-3, 4.5e-3)  # the middle one is the first to be finished
+NEW_SEEDS = (8, 9, 10, 11, 12)
+LENGTH_ARMS = ["softmax", *MINUS, "softmax minus own"]
+MANY = dict(keys=1024, values=512)  # enough for 256 pairs
+MIXED = [16, 256]
+GRIDS = {
+    # do length, agreement and rate change what a minus does?
+    "length": (RATES, [(softmax_task(tau), LENGTH_ARMS) for tau in (2.0, None)]),
+    # with so many values all added pairs can differ
+    "differ": (RATES, [(softmax_task(tau, values=8192), LENGTH_ARMS) for tau in (2.0, None)]),
+    "no_norm": (RATES, [(softmax_task(tau, norm=False), LENGTH_ARMS) for tau in (2.0, None)]),
+    # does lambda become large enough if it is learned on texts of many lengths?
+    "mixed": (
+        RATES[:1],
+        [(softmax_task(tau, train_pairs=MIXED, **MANY), MINUS) for tau in (*TAUS, None)],
+    ),
+    # does it become just large enough for texts of one length?
+    "fixed": (
+        RATES[:1],
+        [(softmax_task(2.0, train_pairs=N, **MANY), MINUS[:1]) for N in (16, 32, 64, 128, 256)],
+    ),
 }
 # the questions about linear maps, fixed before the first run: differences of the mean loss on texts
 # with a crowd. Those of 64 pairs and 8,000 steps decide
@@ -419,24 +496,32 @@ CONTRASTS = [
 CONTRAST_LEVEL = 0.983  # of their intervals. 1 - 0.05 / 3: together they have an error of 5 %
 
 
+def run(cache, arm, task, lr, seed):
+    """The row of one run."""
+    settings = dict(arm=arm, **asdict(task), lr=lr, seed=seed)
+    row = cache.run(lambda **_: train_and_test(arm, task, lr, seed)[1], **settings)
+    print(f"{arm}, {task.steps} steps, lr {lr:g}, seed {seed}:", row["accuracy"], flush=True)
+    return row
+
+
 def run_arm(cache, arm, task):
     """The rows of an arm: its rate by the loss on plain texts on CHOOSE_ON, then SEEDS."""
-
-    def row(task, lr, seed):
-        settings = dict(arm=arm, **asdict(task), lr=lr, seed=seed)
-        found = cache.run(lambda **_: train_and_test(arm, task, lr, seed)[1], **settings)
-        print(f"{arm}, {task.steps} steps, lr {lr:g}, seed {seed}:", found["accuracy"], flush=True)
-        return found
-
     choosing = replace(task, steps=min(task.steps, CHOOSE_STEPS))
-    if task.lambda_is == "1 in tests":
-        choosing = replace(choosing, lambda_is="learned")  # the models are the same
 
     def plain_loss(lr, seed):
-        return row(choosing, lr, seed)["losses"]["0"]
+        return run(cache, arm, choosing, lr, seed)["losses"]["0"]
 
     lr = best_rate(plain_loss, START_RATE, CHOOSE_ON, factor=1.5)
-    return [row(task, lr, seed) for seed in SEEDS]
+    return [run(cache, arm, task, lr, seed) for seed in SEEDS]
+
+
+def run_grid(cache, rates, tasks):
+    """All runs of a grid. Whatever is finished first is complete in itself: a rate, then a seed."""
+    for lr in rates:
+        for seed in NEW_SEEDS:
+            for task, arms in tasks:
+                for arm in arms:
+                    run(cache, arm, task, lr, seed)
 
 
 def reported(rows, task, arms):
@@ -452,13 +537,37 @@ def reported(rows, task, arms):
     return found
 
 
+def each_test(rows):
+    """The rows as they are published: one for each test of each run, see test_lambdas.
+
+    What is long and belongs to the run stands in the first of its rows only.
+    """
+    found = []
+    for row in rows:
+        of_run = {key: value for key, value in row.items() if key != "tests"}
+        long = [key for key in ("curve", "losses", "accuracy_hidden") if key in row]
+        for i, test in enumerate(row["tests"]):
+            found.append(of_run | test | (dict.fromkeys(long) if i > 0 else {}))
+    return found
+
+
+def rows_of_grids(rows):
+    """The rows of GRIDS that are finished."""
+    tasks = [asdict(task) for _, cells in GRIDS.values() for task, _ in cells]
+    return [
+        row
+        for row in rows
+        if row["seed"] in NEW_SEEDS and any(task.items() <= row.items() for task in tasks)
+    ]
+
+
 def border(row):
     """The law's border: the crowd at which half of the answers are right.
 
     It lies between two sizes that were tested, on a straight line. 0 if fewer are right without a
     crowd, and inf if no crowd of the test is that large.
     """
-    points = [(int(m), accuracy) for m, accuracy in row["accuracy"].items()]
+    points = [(int(m), share) for m, share in row["accuracy"].items() if m[0] != "+"]
     if points[0][1] < 0.5:
         return 0.0
     for (m, more), (next_m, fewer) in zip(points, points[1:]):
@@ -502,23 +611,21 @@ LOOKS = {
     "softmax sum": ("sum of two", "#56B4E9", "--"),
     "softmax minus average": ("minus average", GREEN, "-"),
     "diff": ("difference", ORANGE, "--"),
-    "signed": ("signed", GREY, "-."),
-    "delta": ("delta rule", "black", "-."),
 }
 LOOKS |= {arm: LOOKS[twin] for arm, twin in zip(LINEAR, SOFTMAX)}
 
 
-def draw_accuracy(ax, runs, what="accuracy", said="", line=None):
+def draw_accuracy(ax, runs):
     """Right answers by the size of the crowd: thin for a seed, thick for the mean of an arm."""
     import pandas as pd
 
-    for arm, group in pd.DataFrame(runs, columns=["arm", what]).groupby("arm", sort=False):
-        name, color, own_line = LOOKS[arm]
-        curves = 100 * pd.DataFrame(list(group[what]))  # a row for each seed
+    for arm, group in pd.DataFrame(runs, columns=["arm", "accuracy"]).groupby("arm", sort=False):
+        name, color, line = LOOKS[arm]
+        curves = 100 * pd.DataFrame(list(group["accuracy"]))  # a row for each seed
+        curves = curves[[m for m in curves if m[0] != "+"]]
         sizes = [int(m) for m in curves.columns]
         ax.plot(sizes, curves.T, color=color, linewidth=0.8, alpha=0.5)
-        ax.plot(sizes, curves.mean(), line or own_line, color=color, linewidth=2.5,
-                label=name + said)
+        ax.plot(sizes, curves.mean(), line, color=color, linewidth=2.5, label=name)
     ax.set(xlabel="pairs that share a value", ylim=(-3, 103))
 
 
@@ -526,7 +633,7 @@ def crowd_figure(rows):
     """Right answers by the size of the crowd."""
     figure, axes = report.new_figure(columns=2, width=9, height=6, sharey=True)
     draw_accuracy(axes[0], reported(rows, softmax_task(2.0), SOFTMAX))
-    draw_accuracy(axes[1], reported(rows, Task(), LINEAR))
+    draw_accuracy(axes[1], reported(rows, linear_task(), LINEAR))
     axes[0].axvline(math.exp(2), color="black", linestyle=":")  # the law's border
     axes[0].text(math.exp(2) + 1, 50, "$e^{2}$ = 7.4")
     axes[0].set(title="softmax, logits up to 2", ylabel="right answers, %")
@@ -567,25 +674,30 @@ def law_figure(rows):
     return figure
 
 
-def long_figure(rows):
-    """Right answers in texts longer than those of the training, by the learned lambda and by 1."""
-    figure, axes = report.new_figure(columns=3, width=9, height=6, sharey=True)
-    panels = [
-        ("softmax, τ = 2", softmax_task(2.0), ["softmax", *SUBTRACT]),
-        ("softmax, no cap", softmax_task(None), ["softmax", *SUBTRACT]),
-        ("linear", Task(), ["linear", *SUBTRACT_LINEAR]),
+def mixed_figure(rows):
+    """Right answers beside 256 more pairs that agree, for lambdas learned on mixed lengths."""
+    figure, (ax,) = report.new_figure(width=6, height=5)
+    kinds = [
+        ("diff", "learned", "difference, its own λ", ORANGE, "o--"),
+        ("softmax minus average", "learned", "minus average, its own λ", GREEN, "s-"),
+        ("softmax minus average", 1, "minus average, λ = 1", GREEN, "s:"),
     ]
-    for ax, (title, task, arms) in zip(axes, panels):
-        held = replace(task, lambda_is="1 in tests")
-        draw_accuracy(ax, reported(rows, task, arms), "accuracy_long", line=":")
-        draw_accuracy(ax, reported(rows, held, arms), "accuracy_long", ", λ = 1", line="-")
-        ax.set(title=title, xlabel="")
-        ax.set_xscale("log", base=2)
-        ax.set_xticks([64, 512, 4096], ["64", "512", "4,096"])
-    axes[0].set(ylabel="right answers, %")
-    axes[1].set(xlabel="agreeing pairs, added to the 64")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2,
-                  frameon=False)
+    caps = [*TAUS, None]
+    for arm, lam, label, color, line in kinds:
+        means = []
+        for i, tau in enumerate(caps):
+            shares = [
+                100 * row["accuracy"]["+256"]
+                for row in each_test(rows)
+                if (row["arm"], row["tau"], row["train_pairs"]) == (arm, tau, MIXED)
+                and (row["lambda_test"], row["extra"]) == (lam, "agree")
+            ]
+            ax.plot([i] * len(shares), shares, line[0], color=color, alpha=0.35)
+            means.append(fmean(shares) if shares else math.nan)
+        ax.plot(range(len(caps)), means, line, color=color, linewidth=2.5, label=label)
+    ax.set_xticks(range(len(caps)), [*map(str, TAUS), "no cap"])
+    ax.set(xlabel="largest logit τ", ylabel="right beside 256 more, %", ylim=(-3, 103))
+    figure.legend(loc="outside upper center", frameon=False)
     return figure
 
 
@@ -607,6 +719,7 @@ def weights_figure(readers, N, m):
         if agree:
             numbers[m / 2] = sum(weights[:m])  # they have one value, so they add up
             ax.bar(m / 2, numbers[m / 2], 5, color=ORANGE)
+            ax.set_title("outvoted" if numbers[m / 2] > numbers[right] else "not outvoted")
         else:
             ax.bar(range(m), weights[:m], 1, color=ORANGE)
             ax.set_title(LOOKS[title][0] if title in LOOKS else title)
@@ -619,6 +732,8 @@ def weights_figure(readers, N, m):
         ax.locator_params(axis="y", nbins=4)
     axes[0].set_ylabel("none agree")
     axes[len(readers)].set_ylabel(f"{m} agree")
+    figure.supylabel("weight", fontsize=18)
+    figure.supxlabel(f"the {N} pairs of the text", fontsize=18)
     return figure
 
 
@@ -632,22 +747,31 @@ def publish(out):
     runs = []
     for task, arms in EXPERIMENTS["softmax"] + EXPERIMENTS["linear"]:
         runs += reported(rows, task, arms)
-    if not runs:
+    of_grids = rows_of_grids(rows)
+    if not runs and not of_grids:
         raise UserError(f"no arm of {out / 'runs.jsonl'} is finished: there is nothing to publish")
-    laws = [{"half right at": border(row), "lambda": row["lambda"]} for row in runs]
-    tables = {
-        f"Contrasts of the loss, ± half of a {CONTRAST_LEVEL:.1%} interval": contrast_table(runs),
-        "Right answers by the crowd": means_table(runs, [row["accuracy"] for row in runs]),
-        "By pairs added": means_table(runs, [row["accuracy_long"] for row in runs]),
-        "Border and lambda": means_table(runs, laws),
-    }
-    conditions = {
-        "seeds": f"rates chosen on {CHOOSE_ON}, means of {SEEDS}",
-        "machine": "; ".join(sorted({row["machine"] for row in rows})),
-    }
-    report.publish(out, "lookup", "The look-up", tables, rows, conditions, crowd_figure(rows))
-    law_figure(rows).savefig(out / "law.png")
-    long_figure(rows).savefig(out / "long.png")
+    conditions = {"machine": "; ".join(sorted({row["machine"] for row in rows}))}
+    if runs:
+        laws = [{"half right at": border(row), "lambda": row["lambda"]} for row in runs]
+        tables = {
+            f"Contrasts of the loss, ± half of a {CONTRAST_LEVEL:.1%} interval":
+                contrast_table(runs),
+            "Right answers by the crowd": means_table(runs, [row["accuracy"] for row in runs]),
+            "Border and lambda": means_table(runs, laws),
+        }
+        seeds = {"seeds": f"rates chosen on {CHOOSE_ON}, means of {SEEDS}"}
+        figure = crowd_figure(rows)
+        report.publish(out, "lookup", "The look-up", tables, each_test(rows), conditions | seeds,
+                       figure)
+        law_figure(rows).savefig(out / "law.png")
+    if of_grids:
+        tests = each_test(of_grids)
+        by = ["tau", "train_pairs", "values", "norm", "lr", "arm", "lambda_test", "extra"]
+        texts = [test | {key: str(test[key]) for key in by} for test in tests]
+        table = means_table(texts, [test["accuracy"] for test in tests], by)
+        seeds = {"seeds": f"means of those of {NEW_SEEDS} that are finished"}
+        report.publish(out, "lengths", "Longer texts", {"Right answers": table}, tests,
+                       conditions | seeds, mixed_figure(of_grids))
 
 
 def demo(out, seed):
@@ -671,14 +795,16 @@ def main(argv=None):
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    p.add_argument("verb", nargs="?", choices=(*EXPERIMENTS, "publish"))
-    p.add_argument("--seed", type=random_seed, default=1, help="of the models without a verb (1)")
+    p.add_argument("verb", nargs="?", choices=(*EXPERIMENTS, *GRIDS, "publish"))
+    p.add_argument("--seed", type=count, default=1, help="of the models without a verb (1)")
     p.add_argument("--out", type=path, default=Path("out/lookup"), help="folder (out/lookup)")
     args = p.parse_args(argv)
     if args.verb is None:
         demo(args.out, args.seed)
     elif args.verb == "publish":
         publish(args.out)
+    elif args.verb in GRIDS:
+        run_grid(Cache(args.out / "runs.jsonl"), *GRIDS[args.verb])
     else:
         cache = Cache(args.out / "runs.jsonl")
         for task, arms in EXPERIMENTS[args.verb]:

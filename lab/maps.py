@@ -3,6 +3,7 @@ Looks into trained models: what they attend to, and how large their numbers beco
 
     python -m lab.maps                                          # the maps of the newest run
     python -m lab.maps --ckpt out/softmax out/diff --text="One, two, one,"
+    python -m lab.maps --ckpt=out/smollm2 --head=18.6 --minus=0.5   # one head, and with a minus
     python -m lab.maps outliers --ckpt out/softmax* out/diff*   # and what scores of few bits cost
 
 A checkpoint is a file or the folder of a run. Those that differ in their seed alone are averaged.
@@ -10,6 +11,7 @@ Tables and figures with numbers are those of Differential Transformer, arXiv 241
 """
 import argparse
 import math
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 import train
-from common import UserError, cli, find_checkpoint, path, pick_device, positive
+from common import UserError, cli, find_checkpoint, number, path, pick_device, positive
 from data import get_tokenizer, load_data
 from lab import report
 from model import GPT, ROW_SUM_EPS, LinearAverage, Softmax, SoftmaxAverage
@@ -112,54 +114,111 @@ def maps(args, checkpoints):
     tokens = enc.encode_ordinary(args.text)
     if not 2 <= len(tokens) <= 256:
         raise UserError(f"--text has {len(tokens)} tokens, and a map of 2 to 256 can be read")
+    what = "layer" if args.head is None else "map"
     rows = []
     shown = {}
     for model, arm, run in checkpoints:
         of_layers = attention_maps(model, torch.tensor([tokens], device=args.device))
-        layer = args.layer or len(of_layers)
-        if layer > len(of_layers):
-            raise UserError(f"--layer={layer}: {arm} has {len(of_layers)} layers")
-        for number, of_layer in enumerate(of_layers, 1):
-            *_, A = of_layer.values()  # the last one is what the model uses
-            rows.append(dict(arm=arm, seed=run.get("seed"), layer=number) | describe_map(A))
-        # of several seeds the first one is shown
-        shown.setdefault(arm, {name: A.mean(0) for name, A in of_layers[layer - 1].items()})
+        name, chosen = choose_maps(args, arm, of_layers)
+        shown.setdefault(name, chosen)  # of several seeds the first one
+        if args.head is None:
+            # the last map of a layer is what the model uses
+            described = {i: list(maps.values())[-1] for i, maps in enumerate(of_layers, 1)}
+        else:
+            described = {name: A[None] for name, A in chosen.items()}
+        for key, A in described.items():
+            rows.append({"arm": arm, "seed": run.get("seed"), what: key} | describe_map(A))
     runs = pd.DataFrame(rows)
-    table = report.average(runs, ["arm", "layer"], list(runs.columns[3:]))
-    tables = {"The maps by layer, shares of absolute values": table}
+    table = report.average(runs, ["arm", what], list(runs.columns[3:]))
+    tables = {f"The maps by {what}, shares of absolute values": table}
+    layer = args.layer or len(of_layers)
     about = dict(text=repr(args.text), shown=f"layer {layer}, mean of all heads")
+    if args.head is not None:
+        about["shown"] = "layer {}, head {}, both counted from 0".format(*args.head)
     if all(run for _, _, run in checkpoints):
         about |= report.conditions_of([run for _, _, run in checkpoints])
-    words = [enc.decode([token]).replace("\n", "↵") for token in tokens]
-    figure = draw_maps(shown, words)
+    figure = draw_maps(shown, [enc.decode([token]) for token in tokens])
     report.publish(args.out, "maps", "What a token attends to", tables, rows, about, figure)
 
 
-def draw_maps(shown, words):
+def choose_maps(args, arm, of_layers):
+    """What the figure shows of a model: its name, and maps (T, T), of a head or the mean of all.
+
+    With --minus the last one is A - minus U, where U takes the mean of the tokens so far. It leaves
+    out the first one, to which many heads give what they have no use for.
+    """
+    number = args.layer or len(of_layers)
+    if number > len(of_layers):
+        raise UserError(f"--layer={number}: {arm} has {len(of_layers)} layers")
+    chosen = {name: A.mean(0) for name, A in of_layers[number - 1].items()}
+    if args.head is not None:
+        layer, head = args.head
+        heads = len(next(iter(of_layers[0].values())))
+        if layer >= len(of_layers) or head >= heads:
+            has = f"{len(of_layers)} layers of {heads} heads"
+            raise UserError(f"--head={layer}.{head}: {arm} has {has}, both counted from 0")
+        arm = f"{arm} {layer}.{head}"
+        chosen = {name: A[head] for name, A in of_layers[layer].items()}
+    if args.minus is not None:
+        *_, A = chosen.values()
+        U = torch.ones_like(A).tril()
+        U[:, 0] = 0
+        U /= U.sum(-1, keepdim=True).clamp(min=1)
+        chosen[f"A - {args.minus:g} U"] = A - args.minus * U
+    return arm, chosen
+
+
+def draw_maps(shown, tokens):
     """The maps of each arm in a row. Row i of a map is what token i takes."""
     columns = max(len(of_arm) for of_arm in shown.values())
-    size = dict(width=4 * columns, height=4 * len(shown) + 0.5)
+    size = dict(width=4 * columns, height=3.8 * len(shown) + 0.6)
     figure, axes = report.new_figure(len(shown), columns, **size)
-    entries = torch.cat([A[A != 0].abs() for of_arm in shown.values() for A in of_arm.values()])
-    largest = entries.quantile(0.99).item()  # the few above it would leave no colour for the rest
-    future = np.triu(np.ones((len(words), len(words)), bool), 1)
-    labels = [word.replace("$", r"\$") for word in words]  # a $ would begin a formula
+    letters = 6.5 * columns  # in points: 9 pixels where the figure is 415 pixels wide
+    entries = [A[:, 1:].abs() for of_arm in shown.values() for A in of_arm.values()]
+    entries = torch.cat([A[A > 0] for A in entries])
+    # the few above it would leave no colour for the rest, and the first token is often among them
+    largest = entries.quantile(0.97).item()
+    future = np.triu(np.ones((len(tokens), len(tokens)), bool), 1)
     for row, (arm, of_arm) in enumerate(shown.items()):
         for ax, (name, A) in zip(axes[row * columns :], of_arm.items()):
             A = np.ma.masked_where(future, A.numpy())
             image = ax.imshow(A, cmap="PuOr_r", vmin=-largest, vmax=largest)
-            ax.set_title(f"{arm}: {name}", fontsize=16)
+            title = f"${name}$" if len(shown) == 1 else f"{arm}: ${name}$"
+            ax.set_title(title, fontsize=letters)
             ax.grid(False)
             ax.set(xticks=[], yticks=[])
-            if len(words) <= 48:
-                ax.set_xticks(range(len(words)), labels, fontsize=8)
-                ax.set_yticks(range(len(words)), labels, fontsize=8)
-                ax.tick_params(length=0)
-    for ax in axes:
+            if len(tokens) <= 48:
+                label_tokens(ax, tokens, letters)
+    for i, ax in enumerate(axes):
         ax.set_visible(bool(ax.images))
-    bar = figure.colorbar(image, ax=list(axes), shrink=0.5, extend="both", pad=0.02)
-    bar.ax.tick_params(labelsize=14)
+        if i % columns > 0:
+            ax.set_yticklabels([])
+    figure.supylabel("token i takes", fontsize=letters)
+    figure.supxlabel("from token j", fontsize=letters)
+    bar = figure.colorbar(image, ax=list(axes), shrink=0.6, extend="both", pad=0.02)
+    bar.set_label("weight", fontsize=letters)
+    bar.ax.tick_params(labelsize=letters)
     return figure
+
+
+def label_tokens(ax, tokens, size):
+    """Names the tokens on both axes, or the words where a token is a letter: it would be small."""
+    pitch = 200 / len(tokens)  # from token to token, about, in points
+    if max(map(len, tokens)) == 1:
+        words = list(re.finditer(r"\S+", "".join(tokens)))
+        places = [(word.start() + word.end() - 1) / 2 for word in words]
+        names = [word.group() for word in words]
+        size = min(size, 1.6 * pitch)  # a letter is narrower than it is high
+        rotation = 0
+    else:
+        places = range(len(tokens))
+        names = [token.replace("\n", "↵") for token in tokens]
+        size = min(size, pitch)
+        rotation = 90
+    names = [name.replace("$", r"\$") for name in names]  # a $ would begin a formula
+    ax.set_xticks(places, names, fontsize=size, rotation=rotation)
+    ax.set_yticks(places, names, fontsize=size)
+    ax.tick_params(length=0)
 
 
 def round_scores(scores, bits):
@@ -253,6 +312,14 @@ def outliers(args, checkpoints):
     report.publish(args.out, "outliers", "Outliers and rounding", tables, rows, about, figure)
 
 
+def layer_and_head(text):
+    """The type of --head: "18.6" is layer 18, head 6."""
+    layer, _, head = text.partition(".")
+    if not (layer.isdigit() and head.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a layer and a head, like 18.6")
+    return int(layer), int(head)
+
+
 @torch.no_grad()
 def main(argv=None):
     p = argparse.ArgumentParser(
@@ -265,6 +332,8 @@ def main(argv=None):
     p.add_argument("--ckpt", type=path, nargs="+", help="files or folders (the newest below out/)")
     p.add_argument("--text", default="def next_line(line): return next(line)", help="of the maps")
     p.add_argument("--layer", type=positive, help="the one in the figure of the maps (the last)")
+    p.add_argument("--head", type=layer_and_head, help="one head of one layer, like 18.6, from 0")
+    p.add_argument("--minus", type=number, help="also shows A - minus U, U the average so far")
     p.add_argument("--out", type=path, default=Path("out/maps"), help="folder (%(default)s)")
     p.add_argument("--device", help="cuda, cpu, ... (cuda where there is one, else cpu)")
     args = p.parse_args(argv)

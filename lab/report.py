@@ -181,6 +181,7 @@ def new_figure(rows=1, columns=1, width=6, height=4, **subplots):
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.grid": True,
+        "axes.axisbelow": True,  # the grid lies behind bars
         "grid.color": "#E6E6E6",
         "savefig.dpi": 150,
     })

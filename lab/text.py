@@ -6,9 +6,9 @@ Trains arms on text, each at its own best learning rate, and compares them.
     python -m lab.text toy --publish               # train nothing, show what is there
 
 The tables are toy (decay, the norm, the difference), average (one map minus the plain average),
-controls (what decay and the minus bring), table6 (of the paper) and gpt2 (the plan for an H100,
-see lab/results/gpt2/plan.md). Stop it whenever you like, the same command goes on. Start it twice
-with other --rows to use more cores.
+controls (what decay and the minus bring), table6 (of the paper), v2 (DIFF V2 with 40 seeds) and
+gpt2 (the plan for an H100, see lab/results/gpt2/plan.md). Stop it whenever you like, the same
+command goes on. Start it twice with other --rows to use more cores.
 
 Half of the heads: a differential arm has half as many heads as softmax, so "2 heads" gives one map
 as many. A row is a name and its flags for train.py. For another one, edit ROWS and the table.
@@ -280,6 +280,11 @@ TABLES = {
     ),
     "controls": Table("Why does decay help, and does the minus matter?", CONTROLS),
     "table6": Table("Which part of diff does what? Table 6 of the paper", TABLE_6),
+    "v2": Table(
+        "Does DIFF V2 gain on text? More seeds",
+        [("DIFF V2, parameters alike", "diff_v2", "softmax")],
+        seeds=tuple(range(8, 48)),
+    ),
     "gpt2": Table(
         "What does the difference gain at the size of GPT-2?",
         GPT2_COMPARISONS,

@@ -188,7 +188,8 @@ def test_a_run_that_goes_on_repeats_nothing(tiny, monkeypatch):
     short.append(("lists", 20, crowd.make_cell(4, change, pairs=8)))
     monkeypatch.setattr(crowd, "cells", lambda: short)
     monkeypatch.setattr(crowd, "N_LOOKUP", 3)
-    monkeypatch.setattr(crowd, "read_text", lambda enc: torch.arange(300))
+    text = torch.arange(17).repeat(8, 1)
+    monkeypatch.setattr(crowd, "cut", lambda enc, documents, tokens, sequences: text)
     crowd.main(["--ckpt=ckpt.pt", "--out=crowd"])
     rows = Cache("crowd/runs.jsonl").rows
     assert [row["what"] for row in rows] == ["heads", "votes", "text", "lists", "lists"]

@@ -1,4 +1,5 @@
 """Tests of lab/lookup.py: its texts, its maps, and what a run, a table and the demo give."""
+import dataclasses
 import json
 import math
 
@@ -7,7 +8,9 @@ import torch
 
 from common import UserError
 from lab import lookup
-from lab.lookup import QUERIES, Reader, Task, make_texts, weights_of_pairs, with_lambda
+from lab.lookup import (
+    CROWDS, QUERIES, Reader, linear_task, make_texts, softmax_task, weights_of_pairs, with_lambda,
+)
 from lab.sweep import Cache
 from model import make_rope
 
@@ -21,7 +24,7 @@ def texts_of(B, m=0, more=0):
 
 def reader(arm, held_lambda=None, **settings):
     """A Reader that no one has trained, whose maps are not flat."""
-    found = Reader(arm, Task(pairs=N, **settings), seed=1, held_lambda=held_lambda)
+    found = Reader(arm, linear_task(N, **settings), seed=1, held_lambda=held_lambda)
     with torch.no_grad():
         found.wte.weight.mul_(3)
         found.blocks[0].attn.q_proj.weight.mul_(3)
@@ -91,16 +94,11 @@ def test_no_logit_is_larger_than_tau():
     assert 2 < ratio <= math.exp(4) * 1.001  # one weight is e^tau, the other one e^-tau
 
 
-def test_the_delta_rule_as_a_map_is_its_recurrence():
-    layer = reader("delta", heads=1).double().blocks[0].attn
-    x = torch.randn(1, 10, 64, dtype=torch.float64)
-    q, k, v, _ = layer.project(x)  # (1, 1, 10, d), and k has one more channel for beta
-    y = layer.map(x) @ v
-    S = torch.zeros(64, 64, dtype=torch.float64)
-    for t in range(10):
-        key, beta = k[0, 0, t].split([64, 1])
-        S = S + torch.outer(beta * (v[0, 0, t] - S @ key), key)
-        torch.testing.assert_close(S @ q[0, 0, t], y[0, 0, t])
+def test_minus_the_own_value_takes_it_from_the_query_alone():
+    A = map_of(reader("softmax", tau=2.0))
+    B = map_of(reader("softmax minus own", 0.7, tau=2.0))
+    own = torch.eye(N + QUERIES)[N:]  # the queries are the last tokens
+    torch.testing.assert_close(B, A - 0.7 * own)
 
 
 def test_of_two_tokens_the_value_sees_its_key():
@@ -117,7 +115,7 @@ def test_of_two_tokens_the_value_sees_its_key():
 
 
 @pytest.mark.parametrize("two_tokens", [False, True])
-@pytest.mark.parametrize("arm", ["diff", "linear minus average", "delta"])
+@pytest.mark.parametrize("arm", ["diff", "linear minus average"])
 def test_a_crowd_that_is_hidden_is_not_there(arm, two_tokens):
     model = reader(arm, two_tokens=two_tokens)
     texts = texts_of(20, 8)
@@ -142,30 +140,88 @@ def test_an_arm_is_trained_at_its_best_rate_and_a_restart_trains_nothing(monkeyp
         return None, dict(losses={"0": abs(math.log(lr / 4.5e-3))}, accuracy={"0": 1.0})
 
     monkeypatch.setattr(lookup, "train_and_test", train_and_test)
-    rows = lookup.run_arm(Cache("runs.jsonl"), "diff", Task())
+    rows = lookup.run_arm(Cache("runs.jsonl"), "diff", linear_task())
     assert [(row["seed"], row["lr"]) for row in rows] == [(seed, 4.5e-3) for seed in range(3, 8)]
     assert {(seed < 3, steps) for seed, steps in made} == {(True, 2000), (False, 8000)}
     made.clear()
-    assert lookup.run_arm(Cache("runs.jsonl"), "diff", Task()) == rows
+    assert lookup.run_arm(Cache("runs.jsonl"), "diff", linear_task()) == rows
     assert made == []
 
 
-def test_a_run_has_the_fields_that_a_page_needs(monkeypatch):
+@pytest.mark.parametrize("extra, different", [("agree", 1), ("differ", 64), ("crowds", CROWDS)])
+def test_added_pairs_agree_or_differ_or_are_in_crowds(extra, different):
+    texts = make_texts(torch.Generator().manual_seed(0), 5, N, 0, 64, extra, values=128)
+    for value in texts.value.tolist():
+        added = value[:64]
+        assert len(set(added)) == different
+        assert all(added.count(each) == 64 // different for each in added)
+        assert len(set(value)) == N + different  # and none of them is one of the N pairs'
+
+
+def test_a_number_of_pairs_is_drawn_for_each_step(monkeypatch):
+    lengths = set()
+
+    def watched(generator, B, pairs, *args, **more):
+        lengths.add(pairs)
+        return make_texts(generator, B, pairs, *args, **more)
+
+    monkeypatch.setattr(lookup, "make_texts", watched)
+    task = dataclasses.replace(softmax_task(2.0, train_pairs=[16, 20], keys=256), steps=60)
+    lookup.train_reader("diff", task, 1e-3, 3)
+    assert lengths == {16, 17, 18, 19, 20}
+
+
+def quick(monkeypatch):
+    """A task of two steps, with few tests."""
     monkeypatch.setattr(lookup, "LONG_CROWDS", (64,))
+    monkeypatch.setattr(lookup, "LONG_TEXTS", 40)
     monkeypatch.setattr(lookup, "CURVE_EVERY", 2)
     monkeypatch.setattr(lookup, "crowds", lambda N, arm: [0, 8, 48])
-    task = Task(tau=2.0, heads=1, steps=2, lambda_is="1 in tests")
+    return dataclasses.replace(softmax_task(2.0, values=256), steps=2)
+
+
+def test_a_run_has_the_fields_that_a_page_needs(monkeypatch):
+    task = quick(monkeypatch)
     model, row = lookup.train_and_test("softmax minus average", task, 1e-3, 3)
-    assert list(row["accuracy"]) == list(row["accuracy_hidden"]) == ["0", "8", "48"]
-    assert list(row["accuracy_long"]) == ["64"]
+    assert list(row["accuracy_hidden"]) == ["0", "8", "48"]
+    assert list(row["accuracy"]) == ["0", "8", "48", "+64"]
     assert list(row["curve"][0]) == ["step", "loss 0", "accuracy 0", "loss 32", "accuracy 32"]
     assert row["lambda"] == pytest.approx(0.2, abs=0.05)
-    assert model.get_lambda() == 1
     assert row["loss"] == pytest.approx((row["losses"]["8"] + row["losses"]["48"]) / 2)
+    found = [(test["extra"], test["lambda_test"]) for test in row["tests"]]
+    lambdas = ["learned", 0, 0.9, 1]
+    assert found == [(extra, lam) for extra in ("agree", "crowds", "differ") for lam in lambdas]
+    json.dumps(row)
+
+
+def test_each_lambda_is_tested_as_a_model_that_holds_it_would_be(monkeypatch):
+    quick(monkeypatch)
+    monkeypatch.setattr(lookup, "crowds", lambda N, arm: [8])
+    model = reader("softmax", tau=2.0)
+    texts = lookup.texts_of(model.task, 8)
+    rows = lookup.test_lambdas(model, "agree")
+    for row, number in zip(rows, (0.0, 0.0, 0.9, 1.0)):
+        logits = with_lambda(model, number)(texts)
+        said = logits.argmax(-1)
+        right = (said == texts.answer()).float().mean().item()
+        named = (said == texts.value[:, :1]).float().mean().item()
+        assert row["accuracy"]["8"] == pytest.approx(right, abs=1e-4)
+        assert row["said_crowd"]["8"] == pytest.approx(named, abs=1e-4)
+
+
+def test_the_weights_of_a_flat_map_are_equal():
+    model = reader("softmax")
+    with torch.no_grad():
+        model.blocks[0].attn.q_proj.weight.zero_()
+    r, c, n = lookup.weights_in_training(model)
+    expected = sum(1 / (N + 1 + i) for i in range(QUERIES)) / QUERIES
+    assert r == pytest.approx(expected, rel=1e-4)
+    assert c == pytest.approx(expected, rel=1e-4)
+    assert n == N + 4.5
 
 
 def test_the_border_is_where_half_are_right():
-    assert lookup.border(dict(accuracy={"0": 1.0, "8": 0.75, "16": 0.25})) == 12
+    assert lookup.border(dict(accuracy={"0": 1.0, "8": 0.75, "16": 0.25, "+64": 0})) == 12
     assert lookup.border(dict(accuracy={"0": 1.0, "48": 0.9})) == math.inf
     assert lookup.border(dict(accuracy={"0": 0.4, "48": 0.1})) == 0  # it finds nothing anyway
 
@@ -174,13 +230,15 @@ def test_publish_shows_the_arms_that_are_finished():
     with pytest.raises(UserError, match="nothing to publish"):
         lookup.main(["publish"])
     cache = Cache("out/lookup/runs.jsonl")
-    shares = {"0": 1.0, "48": 0.25}
-    arms = [(arm, lookup.softmax_task(2.0)) for arm in lookup.SOFTMAX]
-    arms += [(arm, Task()) for arm in lookup.LINEAR]
-    for arm, task in arms:
-        for seed in (7, 3, 1, 6, 4, 5, 3):  # one of them twice
-            row = dict(arm=arm, **task.__dict__, seed=seed, machine="cpu", loss=0.1 * seed)
-            row |= {"lambda": None, "accuracy": shares, "accuracy_long": {"64": 0.2, "4096": 0.1}}
+    accuracy = {"0": 1.0, "48": 0.25, "+256": 0.1}
+    tests = [dict(lambda_test="learned", extra="agree", accuracy=accuracy, said_crowd={})]
+    arms = [(arm, softmax_task(2.0)) for arm in lookup.SOFTMAX]
+    arms += [(arm, linear_task()) for arm in lookup.LINEAR]
+    of_grids = [("diff", softmax_task(2.0, train_pairs=lookup.MIXED, **lookup.MANY))]
+    for arm, task in arms + of_grids:
+        for seed in (7, 3, 1, 6, 4, 5, 3, 8):  # one of them twice
+            row = dict(arm=arm, **task.__dict__, lr=3e-3, seed=seed, machine="cpu", loss=0.1 * seed)
+            row |= {"lambda": None, "accuracy": accuracy, "tests": tests}
             if (arm, seed) != ("diff", 4):
                 cache.append(json.dumps(row))
     lookup.main(["publish"])
@@ -188,17 +246,20 @@ def test_publish_shows_the_arms_that_are_finished():
     assert "| softmax minus average | 1 | 0.25 |" in text
     assert "| diff |" not in text  # it lacks a seed
     assert "0.000 ± " in text
-    for name in ("lookup.json", "lookup.png", "law.png", "long.png"):
+    runs = json.loads((cache.path.parent / "lengths.json").read_text())["runs"]
+    # 8 is a seed of the grids, and one of their tasks is also one of `softmax`
+    assert {(run["arm"], run["seed"]) for run in runs} == {(arm, 8) for arm in lookup.SOFTMAX}
+    assert runs[-1]["train_pairs"] == [16, 256]
+    for name in ("lookup.json", "lookup.png", "law.png", "lengths.json", "lengths.png"):
         assert (cache.path.parent / name).stat().st_size > 1000
 
 
 def test_the_demo_trains_three_models_and_draws_them(monkeypatch, tmp_path):
-    monkeypatch.setattr(lookup, "LONG_CROWDS", ())
-    monkeypatch.setattr(lookup, "crowds", lambda N, arm: [0, 16])
-    monkeypatch.setattr(lookup, "softmax_task", lambda tau: Task(tau=tau, heads=1, steps=2))
+    task = quick(monkeypatch)
+    monkeypatch.setattr(lookup, "softmax_task", lambda tau: task)
     lookup.main(["--out=here/below", "--seed=3"])
     out = tmp_path / "here/below"
-    assert "| arm | 0 | 16 |" in (out / "demo.md").read_text()
+    assert "| arm | 0 | 8 | 48 |" in (out / "demo.md").read_text()
     runs = json.loads((out / "demo.json").read_text())["runs"]
     assert [run["seed"] for run in runs] == [3, 3, 3]
     assert (out / "demo.png").exists()

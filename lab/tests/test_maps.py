@@ -1,4 +1,5 @@
 """maps.py: the maps, the outliers and the few bits of trained models."""
+import argparse
 import json
 import math
 from pathlib import Path
@@ -31,6 +32,18 @@ def test_a_map_in_numbers():
     assert found == pytest.approx(expected | {"on the token before": 0.25})
 
 
+def test_the_axes_name_words_of_letters_or_tokens():
+    pytest.importorskip("matplotlib")
+    for tokens, names, places in (
+        (list("to be"), ["to", "be"], [0.5, 3.5]),  # bytes: a word's name stands at its middle
+        (["un", "like", " $"], ["un", "like", r" \$"], [0, 1, 2]),  # a BPE
+    ):
+        A = torch.eye(len(tokens))
+        ax = maps.draw_maps({"diff": {"A": A + A.roll(1, 0).tril()}}, tokens).axes[0]
+        assert [label.get_text() for label in ax.get_xticklabels()] == names
+        assert list(ax.get_xticks()) == list(ax.get_yticks()) == places
+
+
 @pytest.mark.parametrize("attn", ["softmax", "diff", "linear_average", "diff_linear"])
 @torch.no_grad()
 def test_maps_and_scores_are_those_of_the_model(attn):
@@ -54,6 +67,18 @@ def test_maps_and_scores_are_those_of_the_model(attn):
     assert largest == pytest.approx(max(residuals), abs=1e-5)
 
 
+def test_a_head_less_the_average():
+    A = torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.2, 0.0, 0.8]])
+    of_layers = [{"A": torch.zeros(2, 3, 3)}, {"A": torch.stack((torch.zeros(3, 3), A))}]
+    args = argparse.Namespace(layer=None, head=(1, 1), minus=0.5)
+    name, found = maps.choose_maps(args, "softmax", of_layers)
+    assert name == "softmax 1.1"
+    assert torch.equal(found["A"], A)
+    # the average leaves out the first token, so the first row has none
+    expected = torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.0, 0.0], [0.2, -0.25, 0.55]])
+    torch.testing.assert_close(found["A - 0.5 U"], expected)
+
+
 def test_pages_of_runs(tmp_path, monkeypatch):
     """The newest run is found without a flag, and seeds of an arm are one row of the table."""
     pytest.importorskip("pandas", reason="needs lab/requirements.txt")
@@ -75,7 +100,9 @@ def test_pages_of_runs(tmp_path, monkeypatch):
     train.main(f"{TINY} --attn=linear --lr=1e-3 --out=out/other".split())
     found = maps.open_checkpoints(["out/diff1", "out/other"], "cpu")
     assert [arm for _, arm, _ in found] == ["diff lr=0.002", "linear lr=0.001"]
-    for flags in ("--ckpt=x", "--text=a", "--layer=9"):
+    maps.main(["--head=0.0", "--minus=0.5"])
+    assert "| linear | A - 0.5 U | 1 |" in (tmp_path / "out/maps/maps.md").read_text()
+    for flags in ("--ckpt=x", "--text=a", "--layer=9", "--head=9.0", "--head=0.9"):
         with pytest.raises(UserError):
             maps.main([flags])
 
