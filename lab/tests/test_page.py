@@ -34,6 +34,11 @@ def data_of(text):
     return json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
 
 
+def letters(runs):
+    """ "2r1c" is "rrc"."""
+    return "".join(letter * int(count) for count, letter in re.findall(r"(\d+)([rco])", runs))
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A page of models that were hardly trained, and these models: (path, readers)."""
@@ -206,9 +211,9 @@ def test_the_browser_shows_the_numbers_of_the_models(address, state, small, tmp_
     elif said == texts.value[text, 0] and m > 1:
         colour = "orange"
     voted = ("green", "orange", "another colour")[expected.index(max(expected))]
-    rest = "and so does the whole model"
-    if voted != colour:
-        rest = f"but the whole model says {colour}"
+    rest = f"but the whole model says {colour}"
+    if voted == colour:
+        rest = "and so does the whole model"
     assert text_of(dom, "verdict") == f"The votes say {voted}, {rest}."
 
 
@@ -243,9 +248,8 @@ def test_the_game_can_be_played(tmp_path):
     path.write_text(PAGE.replace("</body>", play), encoding="utf-8")
     dom = shown(path, "", tmp_path)
     title = html.unescape(re.search(r"<title>(.*?)</title>", dom, re.DOTALL)[1])
-    said = r"This is key \w\d, colour \d+. Look for \w\d.It says orange. Your guess was green"
-    assert re.match(said,
-                    title)
+    wrong = r"This is key \w\d, colour \d+. Look for \w\d."
+    assert re.match(wrong + "It says orange. Your guess was green", title)
     assert text_of(dom, "m-said") == "16 of the 63 wrong squares are orange"
     assert text_of(dom, "lam-said") == "1.00"
     assert text_of(dom, "verdict") == "The votes say green, and so does the whole model."
