@@ -19,17 +19,20 @@ from pathlib import Path
 import torch
 
 from common import cli, path
-from lab.lookup import QUERIES, SHOWN, START_RATE, Texts
-from lab.lookup import make_texts, softmax_task, train_reader, with_lambda
+from lab.lookup import QUERIES, SHOWN, START_RATE, Reader
+from lab.lookup import make_texts, softmax_task, train_reader
 
 N = 64  # pairs
 RIGHT = N - QUERIES  # the pair that the first query asks for. The crowd is in the pairs before it
 CROWDS = range(RIGHT + 1)
 LAMBDAS = [step / 20 for step in range(21)]
 CAPS = {"2": 2.0, "none": None}
-# what is subtracted, and the model from whose map. The average and the own value are subtracted
-# from a map that was trained without any minus
-MINUS = {"average": "softmax", "own": "softmax", "second": "diff"}
+# what is subtracted: the arm that was trained, and the one as which it is read
+MINUS = {
+    "average": ("softmax", "softmax minus average"),
+    "own": ("softmax", "softmax minus own"),
+    "second": ("diff", "diff"),
+}
 STEPS = 1500
 SEED = 3
 TEXT_SEED = 4 * 10**6  # of texts that are in no test and that no model was trained on
@@ -42,7 +45,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "index.html"
 def texts_with(m, B=TEXTS):
     """The first B of the same texts for every m, but that m of the pairs share a value."""
     texts = make_texts(torch.Generator().manual_seed(TEXT_SEED), TEXTS, N, m)
-    return Texts(texts.key[:B], texts.value[:B], texts.rank[:B])
+    return texts.split(B)[0]
 
 
 def train_all(steps):
@@ -61,51 +64,20 @@ def train_all(steps):
 # what the layers and the models give
 
 
-def look_up(reader, texts, minus):
-    """(A, S, V): the map, what lambda times is subtracted from it, and the values.
-
-    A and S are the rows of the queries, (B, 1, QUERIES, T).
-    """
-    x = reader.tokens(texts)
-    A, v = with_lambda(reader, 0.0).to(x.dtype).look_up(x)
-    if minus == "own":
-        S = torch.eye(A.shape[-1], dtype=A.dtype)[-QUERIES:].expand_as(A)
-    else:
-        difference, _ = with_lambda(reader, 1.0).to(x.dtype).look_up(x)
-        S = A - difference
-    return A, S, v
-
-
-def answers(reader, texts, minus):
-    """What the model says to each query with each of LAMBDAS, (LAMBDAS, B, QUERIES)."""
-    A, S, v = look_up(reader, texts, minus)
-    block = reader.blocks[0]
-    asked = reader.tokens(texts)[:, -QUERIES:]
-    said = []
-    for lam in LAMBDAS:
-        x = asked + block.attn.output((A - lam * S) @ v)  # and so on as in Reader.forward
-        x = x + block.mlp(block.norm2(x))
-        logits = reader.norm(x) @ reader.wte.weight[4 * N : 6 * N].T
-        said.append(logits.argmax(-1))
-    return torch.stack(said)
-
-
 def logits_of(reader):
     """The logits of the first query, less that of its own token, in EXAMPLES texts.
 
     Returns {"plain": (EXAMPLES, maps, N), "crowd": (EXAMPLES, maps, RIGHT)}: of each pair with its
     own value, and with the crowd's.
     """
-    reader = with_lambda(reader, 0.0).double()  # the second map comes from a difference of two
-    maps = 2 if reader.arm == "diff" else 1  # that of a single map would be the average
     logits = {}
     for name, m in dict(plain=0, crowd=RIGHT).items():
         texts = texts_with(m, EXAMPLES)
-        first, second, _ = look_up(reader, texts, "second")
-        rows = torch.cat((first, second), dim=1)[:, :maps, 0, : N + 1]  # (EXAMPLES, maps, N + 1)
+        maps, _ = reader.maps(reader.tokens(texts))
+        rows = maps[:, :, 0, : N + 1]  # (EXAMPLES, maps, N + 1): the first query sees no other one
         place = texts.rank.argsort(-1).argsort(-1)  # where each pair stands
         row = torch.log(rows / rows[..., N:])
-        logits[name] = row.gather(-1, place[:, None].expand(-1, maps, -1))
+        logits[name] = row.gather(-1, place[:, None].expand(-1, rows.shape[1], -1))
     logits["crowd"] = logits["crowd"][..., :RIGHT]
     return logits
 
@@ -115,16 +87,18 @@ def runs_of(letters):
     return "".join(f"{len(list(run))}{letter}" for letter, run in groupby(letters))
 
 
-def answer_tables(reader, minus, B):
-    """What the model says, for each lambda and each crowd.
+def answer_tables(trained, arm, B):
+    """What a model says, read as another arm, for each lambda and each crowd.
 
     right and crowd: how many thousandths of all answers are right, and are the crowd's value.
     says: the answer in each example, a letter for each crowd: (r)ight, the (c)rowd's, or (o)ther.
     """
+    reader = Reader(arm, trained.task, seed=None)
+    reader.load_state_dict(trained.state_dict(), strict=False)  # the lambdas are LAMBDAS
     right, crowd = [], []
     for m in CROWDS:
         texts = texts_with(m, B)
-        said = answers(reader, texts, minus)
+        said = torch.stack([logits.argmax(-1) for logits in reader.read(texts, LAMBDAS)])
         right.append(said == texts.answer())
         # one pair alone is no crowd
         crowd.append((said == texts.value[:, :1]) & (m > 1))
@@ -150,7 +124,9 @@ def collect(readers, steps, B=TEXTS):
         order = rank.argsort()  # which pair stands at each place
         data["texts"].append(dict(key=key.tolist(), value=value.tolist(), order=order.tolist()))
     for cap, arms in readers.items():
-        tables = {minus: answer_tables(arms[arm], minus, B) for minus, arm in MINUS.items()}
+        tables = {}
+        for minus, (trained, arm) in MINUS.items():
+            tables[minus] = answer_tables(arms[trained], arm, B)
         maps = {}
         for arm, names in dict(softmax=["one"], diff=["first", "second"]).items():
             logits = logits_of(arms[arm])
