@@ -19,12 +19,14 @@ import sys
 import time
 from pathlib import Path
 
+# common first: from then on Ctrl-C ends in one line
+from common import UserError, cli, comma_list, commit, device_name, path, positive, read_log
+
 import numpy as np
 import torch
 from torch.utils.benchmark import Timer
 
 import train
-from common import UserError, cli, comma_list, commit, device_name, path, positive, read_log
 from data import Shards
 from model import ATTENTION, GPT, ModelError, fix_addresses, make_rope, next_token, round_to_bf16
 

@@ -34,29 +34,40 @@ def flag(default, help, **more):
     return field(default=default, metadata=dict(help=help, **more))
 
 
-def number(text):
-    """A finite number from 0 on. A type for argparse, like those below."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on, like 0.5 or 1e-3")
-    return value
-
-
 def count(text):
-    """A whole number from 0 on, which may be written like 1e9."""
-    value = int(text) if text.isdecimal() else number(text)  # a float would round a long seed
-    if value != int(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, like 12 or 1e9")
-    return int(value)
+    """A whole number from 0 on, which may be written like 1e9. A type for argparse."""
+    try:
+        number = int(text)  # keeps all digits of a long seed. A float would round it
+    except ValueError:
+        number = float(text) if re.fullmatch(r"\d+(\.\d*)?(e\+?\d+)?", text, re.ASCII) else -1
+    if not text.strip().isascii() or "_" in text:
+        number = -1
+    if number < 0 or number == float("inf") or number != int(number):
+        right = "a whole number from 0 on, like 12 or 1e9"
+        raise argparse.ArgumentTypeError(f"{text!r} is not {right}")
+    return int(number)
 
 
 def positive(text):
     if count(text) == 0:
         raise argparse.ArgumentTypeError("must be at least 1, not 0")
     return count(text)
+
+
+def random_seed(text):
+    """A seed of the random generators, which take 64 bits."""
+    if count(text) >= 2**64:
+        raise argparse.ArgumentTypeError("must be below 2^64")
+    return count(text)
+
+
+def number(text):
+    """A finite number from 0 on."""
+    # float() also reads "inf", "nan" and "1_0"
+    value = float(text) if re.fullmatch(r"\d*\.?\d*(e[+-]?\d+)?", text, re.ASCII) else -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on, like 0.5 or 1e-3")
+    return value
 
 
 def above_0(text):
@@ -109,7 +120,11 @@ def parse_flags(cls, argv=None, description=None, presets=None):
         if f.metadata.get("many"):
             options["type"] = comma_list(options["type"])
         parser.add_argument(f"--{f.name}", **options)
-    return vars(parser.parse_args(argv))
+    given = vars(parser.parse_args(argv))
+    for name, value in given.items():
+        if value == []:  # what argparse makes of --name=--
+            parser.error(f"argument --{name}: expected a value")
+    return given
 
 
 def comma_list(of):
@@ -140,18 +155,40 @@ def cli(main):
         mistakes.append(sys.modules["model"].ModelError)
     try:
         main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # whoever read our output, like `head`, has seen enough. What is left has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except KeyboardInterrupt as e:
         reason = f", {e}" if str(e) else ""
         print(f"\n{program}: stopped{reason}", file=sys.stderr)
         sys.exit(130)  # what a shell expects after Ctrl-C
     except tuple(mistakes) as e:
         sys.exit(f"{program}: {' '.join(str(e).split())}")
-    except RuntimeError as e:
-        # of a GPU, and of a CPU
-        if "out of memory" not in str(e) and "can't allocate memory" not in str(e):
+    except (RuntimeError, MemoryError) as e:
+        if not is_out_of_memory(e):
             raise
         less = "a smaller --batch_size, --block_size or --num_samples takes less"
         sys.exit(f"{program}: out of memory: {less}")
+
+
+def one_line_for_ctrl_c(kind, error, traceback):
+    """A sys.excepthook, for the seconds in which torch is imported and cli does not run yet."""
+    if kind is KeyboardInterrupt:
+        print(f"\n{Path(sys.argv[0]).name}: stopped", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, traceback)
+
+
+sys.excepthook = one_line_for_ctrl_c
+
+
+def is_out_of_memory(error):
+    if isinstance(error, MemoryError):
+        return True
+    # torch.OutOfMemoryError of a GPU is a RuntimeError, too
+    return "out of memory" in str(error) or "can't allocate memory" in str(error)
 
 
 # -----------------------------------------------------------------------------
@@ -160,9 +197,14 @@ def cli(main):
 
 def processes():
     """(number of this process, how many there are), as torchrun says it: else (0, 1)."""
-    if "WORLD_SIZE" not in os.environ:
-        return 0, 1
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        rank = int(os.environ.get("RANK") or 0)
+        world = int(os.environ.get("WORLD_SIZE") or 1)
+    except ValueError as e:
+        raise UserError(f"torchrun sets RANK and WORLD_SIZE, and one of them is bad: {e}") from None
+    if not 0 <= rank < world:
+        raise UserError(f"RANK={rank}, but WORLD_SIZE={world}: torchrun sets both")
+    return rank, world
 
 
 def print0(*args, **kwargs):
@@ -173,13 +215,18 @@ def print0(*args, **kwargs):
 
 
 def pick_device(name=None):
-    """The torch.device of that name, by default a GPU where there is one."""
+    """The torch.device of that name, by default a GPU where there is one.
+
+    Raises UserError if it can't be used.
+    """
     import torch
 
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.ones(1, device=name).device
-    except (RuntimeError, AssertionError) as e:
+        one = torch.ones(1, device=name)
+        one.item()  # "meta" is a device without values
+        return one.device
+    except (RuntimeError, AssertionError, NotImplementedError) as e:
         first_line = str(e).split("\n")[0]
         raise UserError(f"can't use the device {name}: {first_line}") from None
 
@@ -296,4 +343,6 @@ def read_log(path):
         elif isinstance(record.get("step"), int):
             step = record["step"]
             records[step] = records.get(step, {}) | record
+            if "diverged" not in record:  # a run that was resumed may get over that step
+                records[step].pop("diverged", None)
     return head, [records[step] for step in sorted(records)]

@@ -5,6 +5,7 @@ A shard is 256 little-endian int32 (magic 20240520, version 1, count of tokens, 
 tokens as uint16: the format of llm.c and modded-nanogpt, so that their shards train here, and ours
 there. Each document starts with <|endoftext|>, and our shards end with a whole document.
 """
+import codecs
 import hashlib
 import json
 import os
@@ -21,6 +22,7 @@ VERSION = 1
 HEADER = 256  # int32, so 1,024 bytes
 SHARDS = Path("data/fineweb_edu")
 EOT = "<|endoftext|>"
+PIECE = 2**20  # bytes of a text file that are read at a time
 
 
 def get_tokenizer(name):
@@ -83,6 +85,7 @@ class Shards:
 
 def read_shard(path):
     """The tokens of one shard, mapped into memory. UserError if the file is no shard or is cut."""
+    check_file(path)
     header = np.fromfile(path, "<i4", HEADER)
     if len(header) < HEADER or header[0] != MAGIC or header[1] != VERSION:
         raise UserError(f"{path} is not a token shard (magic {MAGIC}, version {VERSION})")
@@ -90,6 +93,12 @@ def read_shard(path):
     if os.path.getsize(path) != 4 * HEADER + 2 * tokens:
         raise UserError(f"{path} is cut or damaged: its header says {tokens:,} tokens")
     return np.memmap(path, "<u2", "r", offset=4 * HEADER, shape=(tokens,))  # nothing is read yet
+
+
+def check_file(path):
+    """UserError if there is no file, or one without an end: a pipe, /dev/zero."""
+    if not os.path.isfile(path):
+        raise UserError(f"{path}: no such file, or not a regular one")
 
 
 def read_manifest(folder):
@@ -101,8 +110,15 @@ def read_manifest(folder):
     path = Path(folder) / "manifest.json"
     if not path.exists():
         return None
-    manifest = json.loads(path.read_bytes())
-    for name, tokens in manifest["shards"].items():
+    try:
+        manifest = json.loads(path.read_bytes())
+        shards = dict(manifest["shards"])
+        whole = {"settings", "finished"} <= manifest.keys()
+    except (ValueError, TypeError, KeyError, AttributeError):
+        whole = False
+    if not whole:
+        raise UserError(f"{path} is damaged, or not of prepare_fineweb.py")
+    for name, tokens in shards.items():
         found = len(read_shard(Path(folder) / name))
         if found != tokens:
             raise UserError(f"{folder}/{name} has {found:,} tokens, but {tokens:,} in {path}")
@@ -148,19 +164,29 @@ def fingerprint(train, val):
 
 def load_text(path):
     """The bytes of a text file, after <|endoftext|>. The last tenth is val."""
-    if not path.is_file():
-        raise UserError(f"{path}: no such file")
-    text = path.read_bytes()
+    check_file(path)
+    tokens = np.empty(1 + os.path.getsize(path), "<u2")
+    tokens[0] = 256
+    n = 1  # tokens so far
+    # in pieces, so that these tokens are all that lies in memory: two bytes for one of the file
+    utf8 = codecs.getincrementaldecoder("utf-8")()
     try:
-        text.decode()
+        with open(path, "rb") as f:
+            while piece := f.read(PIECE):
+                utf8.decode(piece)
+                tokens[n : n + len(piece)] = np.frombuffer(piece, "u1")
+                n += len(piece)
+        utf8.decode(b"", final=True)
     except UnicodeDecodeError as e:
-        raise UserError(f"{path} is not UTF-8 text: {e.reason} at byte {e.start:,}") from None
-    tokens = byte_tokens([text])
-    n_train = len(tokens) - len(tokens) // 10
+        byte = n - 1 + e.start
+        raise UserError(f"{path} is not UTF-8 text: {e.reason} near byte {byte:,}") from None
+    n_train = n - n // 10
     train = Shards([tokens[:n_train]])
     val = Shards([tokens[n_train:]])
     # of the whole file: two texts may begin and end alike
-    sha = hashlib.sha256(fingerprint(train, val).encode() + text)
+    sha = hashlib.sha256(fingerprint(train, val).encode())
+    for start in range(1, n, PIECE):
+        sha.update(tokens[start : start + PIECE].astype("u1"))
     what = dict(data=str(path), data_sha256=sha.hexdigest(), val="the last tenth")
     return train, val, "bytes", what
 
@@ -195,7 +221,7 @@ def load_manual():
 
 def byte_tokens(texts):
     """Documents, given as bytes, in tokens of the bytes tokenizer: <|endoftext|> and the bytes."""
-    pieces = []
+    tokens = []
     for text in texts:
-        pieces += [np.array([256], "<u2"), np.frombuffer(text, "u1")]
-    return np.concatenate(pieces)
+        tokens += [256, *text]
+    return np.array(tokens, "<u2")

@@ -38,13 +38,12 @@ puts a GPT around them. Letters in the comments on shapes:
     h heads of values, d_v channels each: h = H, or H/2 where two queries share a value
 """
 import hashlib
-import io
 import math
 import os
 import zipfile
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 import torch.nn as nn
@@ -649,8 +648,8 @@ def matched_width(n_embd, n_head):
 def setting(default, help, **more):
     """A field of GPTConfig with its description.
 
-    more: choices, for the command line, and identity=False for a setting that does not change what
-    the model computes.
+    more: choices, the values that are allowed, and identity=False for a setting that does not
+    change what the model computes.
     """
     return field(default=default, metadata=dict(help=help, **more))
 
@@ -685,6 +684,8 @@ class GPTConfig:
     embd_init: float | None = setting(None, "initial std of the embedding (1 / sqrt(3 n_embd))")
 
     def __post_init__(self):
+        for f in fields(GPTConfig):
+            self.check_field(f, getattr(self, f.name))
         if self.attn not in ATTENTION:
             known = ", ".join(ATTENTION)
             hint = "an arm of another file is there once that file is imported"
@@ -694,6 +695,28 @@ class GPTConfig:
         # a head needs an even size: the rotary embedding turns pairs of channels
         if self.n_embd % (2 * self.n_head) != 0:
             raise ModelError(f"n_embd must be a multiple of {2 * self.n_head}, not {self.n_embd}")
+
+    def check_field(self, f, value):
+        """ModelError for a value of a wrong type or out of range: decay="no" would be true."""
+        kinds = get_args(f.type) or (f.type,)  # of "int | None", int and NoneType
+        if float in kinds:
+            kinds = (*kinds, int)
+        problem = None
+        if type(value) not in kinds:
+            names = " or ".join(kind.__name__ for kind in kinds).replace("NoneType", "None")
+            problem = f"of type {names}"
+        elif int in kinds and float not in kinds and value is not None and value < 1:
+            problem = "at least 1"
+        elif float in kinds and value is not None and not math.isfinite(value):
+            problem = "finite"
+        elif f.name == "rope_theta" and value < 0:
+            problem = "0 or more"
+        elif f.name == "embd_init" and value is not None and value <= 0:
+            problem = "above 0"
+        elif value not in f.metadata.get("choices", [value]):
+            problem = " or ".join(f.metadata["choices"])
+        if problem is not None:
+            raise ModelError(f"{f.name} must be {problem}, not {value!r}")
 
 
 class MLP(nn.Module):
@@ -751,6 +774,11 @@ class GPT(nn.Module):
 
     def embed(self, idx, start=0):
         """The tokens idx, from position start on: (B, T, C), and their Rope for all layers."""
+        if idx.device.type == "cpu" and not torch.compiler.is_compiling():
+            # the embedding is padded, so it would accept a few ids from vocab_size on. We check
+            # where that costs no wait for a GPU
+            if idx.numel() > 0 and idx.max() >= self.config.vocab_size:
+                raise IndexError(f"token {idx.max()}: there are {self.config.vocab_size}")
         position = start + torch.arange(idx.shape[1], device=idx.device)
         return self.wte(idx), make_rope(position, self.config, self.wte.weight.dtype)
 
@@ -828,6 +856,8 @@ class GPT(nn.Module):
         temperature, top_k, top_p, generator: see next_token. step: a compiled self.step, to be used
         in its place.
         """
+        if idx.shape[1] == 0:
+            raise ModelError("the prompt has no tokens")
         # linear attention's state has room for any number of tokens. Softmax's cache gets as much
         # as the whole text needs, and a block at the most
         fixed_state = self.blocks[0].attn.fixed_state
@@ -854,21 +884,12 @@ class GPT(nn.Module):
                 state = None
 
     def save(self, path, **extra):
-        """Write the model and extra (tensors and plain values) to path.
+        """Write the model and extra (tensors and plain values) to path. Raises OSError if it can't.
 
         If the program is killed at any point, the file at path is the old one or the whole new one.
         """
-        content = io.BytesIO()
-        torch.save(dict(config=asdict(self.config), model=self.state_dict(), **extra), content)
-        temporary = Path(f"{path}.tmp")
-        try:
-            with open(temporary, "wb") as f:
-                f.write(content.getbuffer())
-                f.flush()
-                os.fsync(f.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)  # it is there if the disk was full
+        content = dict(config=asdict(self.config), model=self.state_dict(), **plain(extra))
+        write_checkpoint(content, Path(path))
 
     @classmethod
     def load(cls, path, device="cpu", **overrides):
@@ -879,15 +900,25 @@ class GPT(nn.Module):
         damaged, or not ours, or holds a model that this file can't build.
         """
         extra = read_checkpoint(path)
+        settings = extra.pop("config")
+        weights = extra.pop("model")
+        unknown = settings.keys() - {f.name for f in fields(GPTConfig)}
+        if unknown:
+            raise ModelError(f"{path} has settings that this model.py lacks: {', '.join(unknown)}")
+        for name in overrides:
+            if GPTConfig.__dataclass_fields__[name].metadata.get("identity", True):
+                raise ValueError(f"{name} can't be changed: it would be another model")
         try:
-            config = GPTConfig(**(extra.pop("config") | overrides))
-        except (ModelError, TypeError) as e:  # a setting that this file does not know, say
+            config = GPTConfig(**settings | overrides)
+        except ModelError as e:
             raise ModelError(f"{path}: {e}") from None
         model = cls(config, seed=None)
         try:
-            model.load_state_dict(extra.pop("model"))
+            model.load_state_dict(weights)
         except RuntimeError as e:
             raise ModelError(f"{path}: its weights don't fit {config.attn}: {e}") from None
+        if not all(p.isfinite().all() for p in model.parameters()):
+            raise ModelError(f"{path}: some weights are not finite")
         model.extra = extra
         return model.to(device).eval()
 
@@ -918,22 +949,6 @@ def draw_parameters(model, seed):
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
         p.copy_(torch.randn(p.shape, generator=generator) * std)
-
-
-def read_checkpoint(path):
-    """The dict that GPT.save wrote. It runs no code from the file."""
-    try:
-        if zipfile.ZipFile(path).testzip() is not None:
-            raise ValueError("a checksum is wrong")
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception as e:  # a dozen classes of errors, depending on how the file is damaged
-        reason = " ".join(str(e).split())
-        raise ModelError(f"{path} is damaged, or no checkpoint: {reason:.160}") from None
-    if not isinstance(content, dict) or not {"config", "model"} <= content.keys():
-        raise ModelError(f"{path} is a checkpoint of another program")
-    return content
 
 
 # -----------------------------------------------------------------------------
@@ -1054,10 +1069,18 @@ def next_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     """Choose the next token, (B, 1) int64, by the logits (B, vocab_size).
 
     temperature: 0 takes the likeliest token. top_k: choose among the k likeliest only. top_p:
-    choose among the fewest that together reach this probability.
+    choose among the fewest that together reach this probability. Raises ModelError for options
+    that make no sense.
     """
+    if not temperature >= 0:
+        raise ModelError(f"temperature must be 0 or more, not {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ModelError(f"top_k must be 1 or more, not {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ModelError(f"top_p must be above 0 and at most 1, not {top_p}")
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
+    temperature = max(temperature, 1e-6)  # with less the logits would overflow
     probs = F.softmax(upcast(logits) / temperature, dim=-1)
     if top_k is None and top_p is None:
         return draw(probs, generator)
@@ -1091,18 +1114,79 @@ def round_to_bf16(model):
 
 
 # -----------------------------------------------------------------------------
-# a check of an arm of one's own, and the five tokens of the README: python model.py
+# saving
+
+
+def plain(x):
+    """x with Python's numbers in the place of numpy's, since read_checkpoint takes no others."""
+    if isinstance(x, dict):
+        return {key: plain(value) for key, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [plain(value) for value in x]
+    if isinstance(x, torch.Tensor) or x is None or type(x) in (bool, int, float, str):
+        return x
+    if hasattr(x, "item"):
+        return x.item()
+    raise TypeError(f"a checkpoint has room for tensors and plain values, not for {x!r}")
+
+
+def write_checkpoint(content, path):
+    """Write a dict to path, in such a way that the old file is there until the new one is whole."""
+    temporary = Path(f"{path}.tmp")
+    try:
+        with open(temporary, "wb") as f:
+            torch.save(content, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError, KeyboardInterrupt) as e:
+        temporary.unlink(missing_ok=True)
+        # torch.save makes a RuntimeError of a full disk, and of Ctrl-C
+        if KeyboardInterrupt in (type(e), type(e.__context__)):
+            raise KeyboardInterrupt from None
+        reason = str(e).splitlines()[0]
+        raise OSError(f"{path} could not be written, is the disk full? ({reason})") from None
+
+
+def read_checkpoint(path):
+    """The dict that write_checkpoint wrote. It runs no code from the file."""
+    if not os.path.isfile(path):
+        open(path, "rb").close()  # an OSError that says what is wrong
+        raise ModelError(f"{path} is no file")
+    try:
+        if zipfile.ZipFile(path).testzip() is not None:
+            raise ValueError("a checksum is wrong")
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as e:  # a dozen classes of errors, depending on how the file is damaged
+        if isinstance(e, PermissionError):
+            raise
+        reason = " ".join(str(e).split())
+        raise ModelError(f"{path} is damaged, or no checkpoint: {reason:.160}") from None
+    if not isinstance(content, dict) or not isinstance(content.get("config"), dict):
+        what = "a checkpoint of train.py has the entries config and model"
+        raise ModelError(f"{path} is a checkpoint of another program: {what}")
+    if not isinstance(content.get("model"), dict):
+        raise ModelError(f"{path} holds no model")
+    return content
+
+
+# -----------------------------------------------------------------------------
+# a look at all of it: python model.py
 
 
 @torch.no_grad()
-def check_forms(config, T=100):
-    """ModelError if the three forms of an arm, on random input, are not the same function."""
+def compare_forms(config, T=100):
+    """How far the other forms of a layer are from the one that training uses, on random input.
+
+    {"map": ..., "steps": ...}, the largest difference of the outputs, where 1 is the largest
+    output. "map" is missing for a class without maps.
+    """
     config = replace(config, kernel="sdpa")  # we compare on the CPU, where flash-attn does not run
     torch.manual_seed(0)
     layer = ATTENTION[config.attn](config, depth=0).eval()
     x = 3 * torch.randn(1, T, config.n_embd)  # so large that the maps are not flat
     rope = make_rope(torch.arange(T), config, x.dtype)
-    y = layer(x)  # by the form that trains
+    y = layer(x)
     others = {}
     if type(layer).maps is not Attention.maps:
         others["map"] = layer.output(layer.by_map(*layer.project(x), rope))
@@ -1114,9 +1198,13 @@ def check_forms(config, T=100):
         rope = make_rope(torch.tensor([t]), config, x.dtype)
         rows.append(layer.step(x[:, t : t + 1], rope, state))
     others["steps"] = torch.cat(rows, dim=1)
-    for name, other in others.items():
-        difference = (y - other).abs().max() / y.abs().max()
-        if difference > 1e-3:
+    return {name: ((y - of).abs().max() / y.abs().max()).item() for name, of in others.items()}
+
+
+def check_forms(config):
+    """ModelError if the three forms of an arm are not the same function."""
+    for name, difference in compare_forms(config).items():
+        if not difference < 1e-3:
             raise ModelError(
                 f"attn={config.attn}: the form that trains and its {name} differ by "
                 f"{difference:.1%}. A class that changes one of maps, fast, prefill and step has "
@@ -1126,7 +1214,7 @@ def check_forms(config, T=100):
 
 
 def demo():
-    """The README's five tokens in numbers."""
+    """The README's five tokens in numbers, and for each arm how well its three forms agree."""
     A_1 = F.softmax(torch.tensor([1.0, 2.0, 1.0, 1.0, 1.0]), dim=-1)
     A_2 = F.softmax(torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0]), dim=-1)
     U = torch.full((5,), 1 / 5)
@@ -1137,6 +1225,13 @@ def demo():
         share = row[1].abs() / row.abs().sum()
         numbers = "".join(f"{a:8.3f}" for a in row)
         print(f"{name:16}{numbers}   the second one has {share:.0%} of the weight")
+
+    print("\nthe largest difference of the fast form from the others, in float32")
+    for attn, kind in ATTENTION.items():
+        if kind.__module__ != __name__:
+            continue  # an arm of another file
+        error = compare_forms(GPTConfig(attn, n_head=4, n_embd=64))
+        print(f"{attn:16} map {error['map']:.0e}   steps {error['steps']:.0e}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import glob
 import json
 import logging
 import os
+import re
 import threading
 import zlib
 from collections import deque
@@ -21,6 +22,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+
+# common first: from then on Ctrl-C ends in one line
+from common import UserError, cli, flag, locked, parse_flags
 
 import fsspec
 import huggingface_hub
@@ -31,8 +35,8 @@ from pyarrow import ArrowException
 from pyarrow.parquet import ParquetFile
 from tqdm import tqdm
 
-from common import UserError, cli, flag, locked, parse_flags
-from data import HEADER, MAGIC, SHARDS, VERSION, get_tokenizer, read_manifest, read_shard
+from data import HEADER, MAGIC, SHARDS, VERSION
+from data import check_file, get_tokenizer, read_manifest, read_shard
 
 KINDS = (".parquet", ".jsonl", ".jsonl.gz")  # of files that we read
 ROWS = 32  # documents that a thread tokenizes at a time
@@ -91,6 +95,7 @@ def describe_file(path):
             f'--data={path}` as it is. Or make a .jsonl, each line a document {{"text": "..."}}')
     if path.startswith("hf://"):
         return [path, None, None]  # the path names the commit
+    check_file(path)
     return [path, os.path.getsize(path), os.stat(path).st_mtime_ns]
 
 
@@ -134,6 +139,7 @@ def text_of(content, where):
 # That takes two thirds of the time, and the tokens are the same: there is a test
 PATTERN = (r"(?:'(?:[sdmt]|ll|ve|re)| ?(?:\p{L}+|\p{N}+|[^\s\p{L}\p{N}]+))"
            r"|\s++$|\s+(?!\S)|\s")
+BLANK = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # what its \s takes
 worker = threading.local()
 
 
@@ -147,21 +153,23 @@ def start_worker():
 
 def encode(documents):
     """(place, text) of each document becomes (place, tokens), from <|endoftext|> on."""
-    tokenizer = worker.tokenizer
+    eot = worker.tokenizer.eot_token
     encoded = []
     for place, text in documents:
         try:
-            parts = [tokenizer.encode_to_numpy(text, disallowed_special=())]
+            parts = [worker.tokenizer.encode_to_numpy(text, disallowed_special=())]
         except ValueError:
-            # half a surrogate pair, which becomes U+FFFD, or a million blanks in a row, which are
-            # too many for the engine: in parts they are not
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            parts = []
-            for start in range(0, len(text), 100_000):
-                part = text[start : start + 100_000]
-                parts.append(tokenizer.encode_to_numpy(part, disallowed_special=()))
-        encoded.append((place, np.concatenate([[tokenizer.eot_token], *parts]).astype("<u2")))
+            parts = encode_odd(text)
+        encoded.append((place, np.concatenate([[eot], *parts]).astype("<u2")))
     return encoded
+
+
+def encode_odd(text):
+    """The tokens of what tiktoken refuses: half a surrogate pair (U+FFFD), or a million blanks."""
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    # before the last of several blanks the expression always cuts, so we may cut there
+    parts = re.split(f"(?=[{BLANK}][^{BLANK}])(?<=[{BLANK}]{{1000}})", text)
+    return [worker.tokenizer.encode_to_numpy(part, disallowed_special=()) for part in parts]
 
 
 def tokenize(documents):
@@ -179,7 +187,7 @@ def tokenize(documents):
             yield from future.result()
 
 
-def write_shards(config, manifest):
+def write_shards(config, manifest, check_lock):
     """Tokenizes the source into the shards that the manifest does not list yet."""
     shards = manifest["shards"]
     done = sum(shards.values())
@@ -206,6 +214,7 @@ def write_shards(config, manifest):
             os.remove(path)
             break
         # the shard counts from here on. If we are killed before, it is written again
+        check_lock()
         shards[path.name] = tokens
         manifest["next"] = place
         save_manifest(config.out, manifest)
@@ -213,7 +222,7 @@ def write_shards(config, manifest):
     bar.close()
 
 
-def fetch_shards(config, manifest):
+def fetch_shards(config, manifest, check_lock):
     """Fetches ready shards from the hub until there are --tokens, and not val alone."""
     shards = manifest["shards"]
     with naming(config.source, ValueError):  # of what can't be the name of a dataset
@@ -225,6 +234,7 @@ def fetch_shards(config, manifest):
         with naming(f"{config.source}, {name}", RuntimeError):  # of the library for downloads
             path = huggingface_hub.hf_hub_download(
                 config.source, name, repo_type="dataset", local_dir=config.out)
+        check_lock()
         shards[name] = len(read_shard(path))
         save_manifest(config.out, manifest)
         print(f"{name}: {sum(shards.values()):,} tokens so far")
@@ -235,7 +245,7 @@ def save_manifest(out, manifest):
     os.replace(out / "manifest.tmp", out / "manifest.json")
 
 
-def run(config):
+def run(config, check_lock):
     """Brings the folder config.out from what it holds to what the flags ask for."""
     out = config.out
     settings = {name: value for name, value in asdict(config).items() if name != "out"}
@@ -262,9 +272,9 @@ def run(config):
     if manifest != begun:
         save_manifest(out, manifest)  # says whose the shards are, before there is one
     if config.pretokenized:
-        fetch_shards(config, manifest)
+        fetch_shards(config, manifest, check_lock)
     else:
-        write_shards(config, manifest)
+        write_shards(config, manifest, check_lock)
     if len(shards) < 2:
         less = "choose a smaller --val_tokens and another --out"
         raise UserError(f"{config.source}: {sum(shards.values()):,} tokens are all val: {less}")
@@ -284,8 +294,8 @@ def main(argv=None):
     if max(config.shard_tokens, config.val_tokens) > 2e9:
         raise UserError("a shard has 2e9 tokens at most, since it counts them in an int32")
     logging.disable()  # of the libraries' retries: we print the error that ends the run
-    with locked(config.out):
-        run(config)
+    with locked(config.out) as check_lock:
+        run(config, check_lock)
 
 
 if __name__ == "__main__":

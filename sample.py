@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+# common first: from then on Ctrl-C ends in one line
+from common import cli, find_checkpoint, flag, parse_flags, pick_device, pick_dtype, random_seed
+
 import torch
 
-from common import cli, count, find_checkpoint, flag, parse_flags, pick_device, pick_dtype
 from data import EOT, get_tokenizer
 from model import GPT, round_to_bf16
 
@@ -29,7 +31,7 @@ class Config:
     temperature: float = flag(0.8, "below 1 is safer, 0 always takes the likeliest token")
     top_k: int | None = flag(None, "choose among the k likeliest tokens only (all)")
     top_p: float | None = flag(None, "only among the likeliest that together reach this (all)")
-    seed: int = flag(1337, "of the random choices", type=count)
+    seed: int = flag(1337, "of the random choices", type=random_seed)
     # the machine
     device: str | None = flag(None, "cuda, cuda:1, cpu or mps (cuda where there is one, else cpu)")
     dtype: str | None = flag(

@@ -4,6 +4,7 @@ tutorial.
 Most tests take one attention layer in float64, where two ways of computing the same thing must
 agree to 1e-10 or better. The tests marked cuda need a GPU and are skipped without one.
 """
+import io
 import math
 import os
 import sys
@@ -325,6 +326,12 @@ def test_weights_are_rounded_to_bf16_and_lambdas_are_not():
         ("attn", "cosine", "attn must be one of .*, linear_average, not 'cosine' .*"),
         ("n_embd", 36, "n_embd must be a multiple of 8, not 36"),
         ("n_head", 1, "n_head must be even for diff, not 1"),
+        ("n_layer", 0, "n_layer must be at least 1, not 0"),
+        ("decay", "no", "decay must be of type bool, not 'no'"),
+        ("embd_init", math.nan, "embd_init must be finite, not nan"),
+        ("embd_init", 0, "embd_init must be above 0, not 0"),
+        ("rope_theta", -1.0, "rope_theta must be 0 or more, not -1.0"),
+        ("kernel", "triton", "kernel must be sdpa or flash_attn, not 'triton'"),
     ],
 )
 def test_impossible_models_are_refused(field, value, message):
@@ -456,6 +463,11 @@ def test_what_does_not_fit_is_refused():
     _, state = model.prefill(random_tokens(1, 5))
     with pytest.raises(ValueError, match="a step takes one token of each row, not 2"):
         model.step(random_tokens(1, 2), state)
+    with pytest.raises(IndexError, match="token 97: there are 97"):  # the embedding has 128
+        model(torch.tensor([[1, 97]]))
+    for wrong in (dict(temperature=-1), dict(top_k=0), dict(top_p=0.0), dict(top_p=1.5)):
+        with pytest.raises(ModelError, match=next(iter(wrong))):
+            next(model.generate(random_tokens(1, 4), 1, **wrong))
 
 
 PROBS = [0.5, 0.3, 0.15, 0.05]
@@ -467,6 +479,7 @@ SQUARES = [0.25, 0.09, 0.0225, 0.0025]  # at temperature 0.5, but for their sum 
     [
         (dict(), PROBS),
         (dict(temperature=0), [1, 0, 0, 0]),
+        (dict(temperature=1e-50), [1, 0, 0, 0]),
         (dict(temperature=0.5), [p / 0.365 for p in SQUARES]),
         (dict(top_k=2), [0.625, 0.375, 0, 0]),
         (dict(top_k=99), PROBS),
@@ -488,12 +501,16 @@ def test_choices_follow_temperature_top_k_and_top_p(options, expected):
 
 def test_a_checkpoint_gives_back_the_model_and_what_else_was_saved():
     model = tiny_model("diff_linear", decay=True)
-    model.save("a.pt", tokenizer="bytes", val_loss=1.5)
+    model.save("a.pt", tokenizer="bytes", val_loss=np.float64(1.5), steps=[np.int64(3)])
     loaded = GPT.load("a.pt", flash=False)
     assert asdict(loaded.config) == asdict(model.config) | dict(flash=False)
-    assert loaded.extra == dict(tokenizer="bytes", val_loss=1.5)
+    assert loaded.extra == dict(tokenizer="bytes", val_loss=1.5, steps=[3])
     for name, p in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], p)
+    with pytest.raises(ValueError, match="decay can't be changed: it would be another model"):
+        GPT.load("a.pt", decay=False)
+    with pytest.raises(TypeError, match="tensors and plain values"):
+        model.save("b.pt", where=Path("a"))
 
 
 def test_load_refuses_what_is_damaged_or_not_ours():
@@ -508,17 +525,20 @@ def test_load_refuses_what_is_damaged_or_not_ours():
     first_weight = whole.index(model.wte.weight.numpy(force=True).tobytes())
     flipped[first_weight + 1000] ^= 16  # one bit of one weight
     Path("flipped").write_bytes(flipped)
-    torch.save({"model": {}}, "foreign")
+    torch.save({"config": None, "model": {}}, "foreign")
     torch.save({"config": RunsCode(), "model": {}}, "code")
     weights = model.state_dict()
     torch.save({"config": TINY | dict(attn="softmax"), "model": weights}, "misfit")
+    model.blocks[0].attn.lambda_q1.data[3] = math.nan
+    model.save("infinite")
     torch.save({"config": TINY | dict(gates=3), "model": weights}, "newer")
     for name, says in [
         ("flipped", "is damaged"),
         ("code", "is damaged, or no checkpoint"),
         ("foreign", "is a checkpoint of another program"),
-        ("newer", ".* unexpected keyword argument 'gates'"),
+        ("newer", "has settings that this model.py lacks: gates"),
         ("misfit", "its weights don't fit softmax"),
+        ("infinite", "some weights are not finite"),
     ]:
         with pytest.raises(ModelError, match=f"^{name}:? {says}"):
             GPT.load(name)
@@ -527,14 +547,17 @@ def test_load_refuses_what_is_damaged_or_not_ours():
 
 @pytest.mark.parametrize("error", [OSError("No space left on device"), KeyboardInterrupt()])
 def test_a_full_disk_or_ctrl_c_leaves_the_old_checkpoint_and_nothing_else(error, monkeypatch):
-    def fail(file):
-        raise error
+    class Interrupted(io.FileIO):
+        def write(self, data):
+            if self.tell() > 0:  # the first bytes fit
+                raise error
+            return super().write(data)
 
     model = tiny_model("diff")
     model.save("a.pt")
     before = Path("a.pt").read_bytes()
     with monkeypatch.context() as context, pytest.raises(type(error)):
-        context.setattr(os, "fsync", fail)
+        context.setattr("builtins.open", lambda path, mode: Interrupted(path, mode))
         model.save("a.pt", step=2)
     assert os.listdir() == ["a.pt"]
     assert Path("a.pt").read_bytes() == before

@@ -18,22 +18,27 @@ and the number of the step: there is no data loader whose state we would have to
 import json
 import math
 import os
+import platform
+import shlex
 import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
+
+# common first: from then on Ctrl-C ends in one line
+from common import UserError, above_0, add_to_log, begin_log, cli, commit, count, device_name, flag
+from common import locked, parse_flags, pick_device, pick_dtype, print0, processes, random_seed
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from common import UserError, above_0, add_to_log, begin_log, cli, commit, count, device_name, flag
-from common import locked, parse_flags, pick_device, pick_dtype, print0, processes
 from data import SHARDS, get_tokenizer, load_data
-from model import ATTENTION, GPT, GPTConfig, check_forms
+from model import ATTENTION, GPT, GPTConfig, check_forms, read_checkpoint
 
 PROMPT = "Once upon a time"  # what a sample at each evaluation starts with
 
@@ -66,7 +71,7 @@ class Config(GPTConfig):
     warmup: int = flag(375, "steps in which the rate rises first", type=count)
     weight_decay: float = flag(0.1, "AdamW's weight decay, on matrices only")
     grad_clip: float = flag(1.0, "largest gradient norm", type=above_0)
-    seed: int = flag(1337, "of weights and data order", type=count)
+    seed: int = flag(1337, "of weights and data order", type=random_seed)
     # watching and saving
     eval_every: int = may_change(250, "steps between evaluations; each saves a checkpoint")
     eval_tokens: int = flag(10_485_760, "val tokens")
@@ -121,12 +126,15 @@ def parse(argv=None, world=1):
             config.out = Path("out") / config.preset / attn
         elif len(arms) > 1:
             config.out = config.out / attn
-        # each process gets the same number of whole sequences, in micro-steps of equal size
+        # each process gets the same number of whole sequences, in micro-steps of equal size. So
+        # batch_size may have to be smaller than it was asked for
         if config.total_batch % (config.block_size * world) != 0:
             least = f"{config.block_size * world} (block_size x processes)"
             raise UserError(f"--total_batch={config.total_batch} is no multiple of {least}")
         sequences = config.total_batch // (config.block_size * world)
-        config.batch_size = math.gcd(config.batch_size, sequences)
+        config.batch_size = min(config.batch_size, sequences)
+        while sequences % config.batch_size != 0:
+            config.batch_size -= 1
         configs.append(config)
     return configs
 
@@ -274,64 +282,67 @@ def flops_per_token(model):
 # a run
 
 
-def load_run(config, info):
-    """The model of the run in the folder, or None if there is none. UserError if it is another's.
+def make_info(config, about, tokenizer):
+    """All that is known of a run before it begins: the first line of its log."""
+    info = asdict(config) | about | dict(tokenizer=tokenizer, date=time.strftime("%Y-%m-%d"))
+    info |= dict(device_name=device_name(config.device), commit=commit())
+    info |= dict(torch=torch.__version__, python=platform.python_version())
+    return json.loads(json.dumps(info, default=str))  # paths and devices turn into their names
 
-    info: the first line of the log.
-    """
+
+def check_folder(config, info):
+    """UserError if the folder of a run holds another one."""
     path = config.out / "ckpt.pt"
     log = config.out / "log.jsonl"
     if config.restart:
-        return None
+        return
+    if log.exists() and not path.exists():
+        raise UserError(f"{log} is there, but its ckpt.pt is not: --restart discards the log")
     if not path.exists():
-        if log.exists():
-            raise UserError(f"{log} is there, but its ckpt.pt is not: --restart discards the log")
-        return None
-    model = GPT.load(path, config.device, flash=config.flash, kernel=config.kernel).train()
-    run = model.extra.get("run", {})
+        return
+    checkpoint = read_checkpoint(path)
+    there = checkpoint.get("run")
+    if not isinstance(there, dict) or not {"step", "val_loss", "optimizer"} <= checkpoint.keys():
+        raise UserError(f"{path} is not of train.py: take another --out, or --restart discards it")
+    differences = []
     for name in [*IDENTITY, "data_sha256"]:
-        if run.get(name) != info[name]:
-            difference = f"{name} is {run.get(name)!r} there and {info[name]!r} here"
-            remedy = "Take another --out, or --restart discards that run"
-            raise UserError(f"{config.out} is another run's: {difference}. {remedy}")
-    return model
+        if there.get(name) != info[name]:
+            differences.append(f"{name} is {there.get(name)!r} there and {info[name]!r} here")
+    if differences:
+        remedy = "Take another --out, or --restart discards that run"
+        raise UserError(f"{config.out} is another run's: {', '.join(differences)}. {remedy}")
+
+
+def load_or_make(config):
+    """(model, step): those of the checkpoint in the folder, or a new model and None."""
+    path = config.out / "ckpt.pt"
+    if config.restart or not path.exists():
+        return GPT(config.model_config(), config.seed).to(config.device), None
+    model = GPT.load(path, config.device, flash=config.flash, kernel=config.kernel).train()
+    # a checkpoint of step 0 has what the seed gives. We begin anew from it, because a kill may have
+    # come between it and the log
+    return model, model.extra["step"] or None
 
 
 def show(record, config):
     """Prints a record of the log."""
-    line = f"step {record['step']:>5}/{config.steps}"
+    parts = [f"step {record['step']:>5}/{config.steps}"]
     if "train_loss" in record:
-        line += " | train {train_loss:.4f} | lr {lr:.2e} | norm {grad_norm:5.2f}".format(**record)
-        line += f" | {record['tok_per_s']:,.0f} tok/s"
+        parts.append(f"train {record['train_loss']:.4f}")
+        parts.append(f"lr {record['lr']:.2e}")
+        parts.append(f"norm {record['grad_norm']:5.2f}")
+        parts.append(f"{record['tok_per_s']:,.0f} tok/s")
         if record["mfu"] is not None:
-            line += f" | MFU {record['mfu']:.1%}"
+            parts.append(f"MFU {record['mfu']:.1%}")
+        seconds = (config.steps * config.total_batch - record["tokens"]) / record["tok_per_s"]
+        parts.append(f"{timedelta(seconds=round(seconds))} left")
     if "val_loss" in record:
-        line += f" | val {record['val_loss']:.4f}"
+        parts.append(f"val {record['val_loss']:.4f}")
         if record["lambda"] is not None:
-            line += " | lambda " + " ".join(f"{x:.2f}" for x in record["lambda"])
-    print0(line)
+            parts.append("lambda " + " ".join(f"{x:.2f}" for x in record["lambda"]))
+    print0(" | ".join(parts))
     if "sample" in record:
         print0(f"      {record['sample']!r}")
-
-
-def save(record, config, model, optimizer, info, check_lock):
-    """Writes a record to the log, and then, with an evaluation, the checkpoint.
-
-    At step 0 the checkpoint comes first: the log of an old run goes only when there is a new one.
-    """
-    check_lock()
-    log = config.out / "log.jsonl"
-    step = record["step"]
-    if step > 0:
-        add_to_log(log, record)
-    if "val_loss" not in record:
-        return
-    # nobody resumes a finished run, and the optimizer is twice as large as the model
-    state = optimizer.state_dict() if step < config.steps else None
-    more = dict(step=step, val_loss=record["val_loss"], tokenizer=info["tokenizer"], run=info)
-    model.save(config.out / "ckpt.pt", optimizer=state, **more)
-    if step == 0:
-        begin_log(log, info, record)
 
 
 def train_one(config, train, val, info, rank, world, check_lock):
@@ -339,11 +350,7 @@ def train_one(config, train, val, info, rank, world, check_lock):
 
     train, val: the data. info: the first line of the log. check_lock: what locked() yields.
     """
-    # the folder was looked at before, but another program may have written there since
-    raw_model = load_run(config, info)
-    if raw_model is None:
-        raw_model = GPT(config.model_config(), config.seed).to(config.device)
-    start = raw_model.extra.get("step", 0)
+    raw_model, start = load_or_make(config)
     parameters = sum(p.numel() for p in raw_model.parameters())
     info["parameters"] = parameters
     work = f"{config.steps} steps of {config.total_batch:,} tokens"
@@ -352,7 +359,7 @@ def train_one(config, train, val, info, rank, world, check_lock):
         print0(f"{config.out}: finished, {config.steps} steps (--restart starts over)")
         return raw_model.extra["val_loss"]
     optimizer = make_optimizer(raw_model, config.lr, config.weight_decay)
-    if start > 0:
+    if start is not None:
         print0(f"goes on after step {start}")
         optimizer.load_state_dict(raw_model.extra.pop("optimizer"))
     compiled = raw_model
@@ -366,14 +373,13 @@ def train_one(config, train, val, info, rank, world, check_lock):
     # at the top of this loop `step` updates are done. Each pass makes one more, and some look first
     # at where we are. loss and grad_norm are those of the last update
     loss = grad_norm = None
-    last_logged = start
+    last_logged = start or 0
     clock = time.perf_counter()
-    for step in range(start, config.steps + 1):
+    for step in range(start or 0, config.steps + 1):
         evaluate_now = step % config.eval_every == 0 or step == config.steps
         # to look at the loss we have to wait for the GPU, so we don't do it every time. The step of
-        # the checkpoint from which we go on is in the log already, but for step 0, see save
-        new = step > start or step == 0
-        if new and (evaluate_now or step % config.log_every == 0):
+        # the checkpoint from which we go on is in the log already
+        if step != start and (evaluate_now or step % config.log_every == 0):
             record = dict(step=step, tokens=step * config.total_batch)
             if step > 0:
                 if world > 1:
@@ -410,6 +416,28 @@ def train_one(config, train, val, info, rank, world, check_lock):
     return record["val_loss"]
 
 
+def save(record, config, model, optimizer, info, check_lock):
+    """Writes a record to the log, and then, with an evaluation, the checkpoint.
+
+    At step 0 the checkpoint comes first: the log of an old run goes only when there is a new one.
+    """
+    check_lock()
+    log = config.out / "log.jsonl"
+    step = record["step"]
+    if step > 0:
+        if not log.exists():
+            begin_log(log, info)
+        add_to_log(log, record)
+    if "val_loss" not in record:
+        return
+    # nobody resumes a finished run, and the optimizer is twice as large as the model
+    state = optimizer.state_dict() if step < config.steps else None
+    more = dict(step=step, val_loss=record["val_loss"], tokenizer=info["tokenizer"], run=info)
+    model.save(config.out / "ckpt.pt", optimizer=state, **more)
+    if step == 0:
+        begin_log(log, info, record)
+
+
 def main(argv=None):
     """Trains the runs that a command line asks for. Returns the last val loss of each."""
     rank, world = processes()
@@ -428,28 +456,32 @@ def main(argv=None):
     if train.tokens <= config.total_batch or val.tokens <= config.block_size:
         least = f"more than {config.total_batch:,} to train on and {config.block_size:,} val"
         raise UserError(f"{about['data']} is too short: a run needs {least}")
-    about |= dict(tokenizer=tokenizer, date=time.strftime("%Y-%m-%d"), commit=commit())
-    about |= dict(device_name=device_name(config.device), torch=torch.__version__)
-    about |= dict(python=sys.version.split()[0])
 
-    infos = []  # the first line of each log
-    for config in configs:
+    infos = []
+    for config in configs:  # before the first one is trained
         config.vocab_size = get_tokenizer(tokenizer).n_vocab
-        check_forms(config.model_config())
-        # paths and devices turn into their names
-        infos.append(json.loads(json.dumps(asdict(config) | about, default=str)))
-        load_run(config, infos[-1])  # refuses another run's folder before the first one is trained
+        if not is_ours(config.attn):
+            check_forms(config.model_config())
+        infos.append(make_info(config, about, tokenizer))
+        check_folder(config, infos[-1])
     losses = []
     for config, info in zip(configs, infos):
         with locked(config.out) if rank == 0 else nullcontext() as check_lock:
+            check_folder(config, info)  # again: another program may have been there since
             losses.append(train_one(config, train, val, info, rank, world, check_lock))
     if world > 1:
         dist.destroy_process_group()
 
-    print0("\ncompare runs:    python bench.py loss", *(config.out for config in configs))
-    if ATTENTION[config.attn].__module__ == "model":  # sample.py alone knows no other arm
-        print0(f"sample from it:  python sample.py --ckpt={config.out}")
+    folders = [shlex.quote(str(config.out)) for config in configs]
+    print0(f"\ncompare runs:    python bench.py loss {' '.join(folders)}")
+    if is_ours(configs[-1].attn):  # sample.py alone knows no other arm
+        print0(f"sample from it:  python sample.py --ckpt={folders[-1]}")
     return losses
+
+
+def is_ours(attn):
+    """Whether an arm is one of model.py, and not one that another file put into ATTENTION."""
+    return ATTENTION[attn].__module__ == "model"
 
 
 def run():

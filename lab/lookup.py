@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import model
-from common import UserError, cli, commit, count, device_name, path
+from common import UserError, cli, commit, device_name, path, random_seed
 from lab import report
 from lab.sweep import Cache, best_rate
 from lab.text import shift
@@ -796,7 +796,7 @@ def main(argv=None):
         allow_abbrev=False,
     )
     p.add_argument("verb", nargs="?", choices=(*EXPERIMENTS, *GRIDS, "publish"))
-    p.add_argument("--seed", type=count, default=1, help="of the models without a verb (1)")
+    p.add_argument("--seed", type=random_seed, default=1, help="of the models without a verb (1)")
     p.add_argument("--out", type=path, default=Path("out/lookup"), help="folder (out/lookup)")
     args = p.parse_args(argv)
     if args.verb is None:

@@ -2,10 +2,12 @@
 import argparse
 import gzip
 import json
+import os
 import random
 import signal
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -108,12 +110,14 @@ def test_numbers_are_read_as_people_write_them():
     assert common.count(str(2**60 + 1)) == 2**60 + 1  # not by way of a float
     for text, value in [("0.5", 0.5), ("1e-3", 0.001), ("3", 3.0)]:
         assert common.number(text) == value
-    for text in ("1.5", "1e-3"):
+    for text in ("-1", "1.5", "nan", "inf", "1e-3", "", "ten", "1_0"):
         with pytest.raises(argparse.ArgumentTypeError, match="is not a whole number"):
             common.count(text)
-    for text in ("nan", "inf", "-1", "", "ten"):
-        with pytest.raises(argparse.ArgumentTypeError, match="is not a number from 0 on"):
-            common.count(text)
+    for text in ("nan", "inf", "-1", "1_0"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not a number"):
+            common.number(text)
+    with pytest.raises(argparse.ArgumentTypeError, match="below 2\\^64"):
+        common.random_seed(str(2**64))
     assert common.path("~/x") == Path.home() / "x"  # a shell leaves the ~ of --out=~/x
 
 
@@ -129,11 +133,12 @@ def test_prepared_text_has_the_tokens_of_tiktoken(monkeypatch):
     characters = " \n\t\r\x1c\x85\u00a0\u3000\u2028'aAzé雪ก5½²_-.😀\u0301\u200d\0"
     parts = [*characters, "  ", "\n\n", "'ll", EOT]
     texts = ["".join(draw.choices(parts, k=60)) for _ in range(3000)]
-    texts += ["half \ud83d a pair"]
+    texts += ["half \ud83d a pair", "a" + " " * 5000 + "b"]
     for text in texts:
         expected = reference.encode_ordinary(text)
         [(_, tokens)] = prepare_fineweb.encode([(None, text)])
         assert tokens.tolist() == [50256, *expected], repr(text)
+        assert np.concatenate(prepare_fineweb.encode_odd(text)).tolist() == expected, repr(text)
 
 
 def test_a_sequence_may_lie_across_shards():
@@ -171,7 +176,8 @@ def test_what_is_no_whole_shard_is_refused():
         load_data(SHARDS)
 
 
-def test_a_text_files_last_tenth_is_val():
+def test_a_text_files_last_tenth_is_val(monkeypatch):
+    monkeypatch.setattr("data.PIECE", 8)  # letters lie across two of the pieces that are read
     text = "雪 or not\r\n" * 10
     Path("snow.txt").write_text(text, newline="")
     tokens = expected_tokens([text])
@@ -181,11 +187,13 @@ def test_a_text_files_last_tenth_is_val():
     assert val.arrays[0].tolist() == tokens[-12:]
     # a run that was begun knows its data by this
     assert what["data_sha256"].startswith("dde43d978aa136cc")
-    Path("snow.txt").write_bytes("雪".encode()[:-1])
-    with pytest.raises(UserError, match="snow.txt is not UTF-8 text: .* at byte 0"):
-        load_data(Path("snow.txt"))
-    with pytest.raises(UserError, match="nowhere.txt: no such file"):
-        load_data(Path("nowhere.txt"))
+    for content in (b"\xff", "雪".encode()[:-1]):
+        Path("snow.txt").write_bytes(content)
+        with pytest.raises(UserError, match="snow.txt is not UTF-8 text: .* near byte"):
+            load_data(Path("snow.txt"))
+    os.mkfifo("pipe.txt")
+    with pytest.raises(UserError, match="pipe.txt: no such file, or not a regular one"):
+        load_data(Path("pipe.txt"))
 
 
 def test_the_manual_without_the_lines_that_val_shares_with_train():
@@ -249,8 +257,11 @@ def test_a_folder_belongs_to_its_flags_and_its_source():
     with pytest.raises(UserError, match="finewebedu_train_000002.bin has 3 tokens, but"):
         load_data(Path("o"))
     Path("o/finewebedu_train_000002.bin").unlink()
-    with pytest.raises(FileNotFoundError, match="o/finewebedu_train_000002.bin"):
+    missing = "o/finewebedu_train_000002.bin: no such file"
+    with pytest.raises(UserError, match=missing):
         load_data(Path("o"))
+    with pytest.raises(UserError, match=missing):
+        prepare("x.jsonl", "o", *flags)
     Path("o/manifest.json").unlink()
     with pytest.raises(UserError, match="o has shards from elsewhere"):
         prepare("x.jsonl", "o", *flags)
@@ -262,6 +273,7 @@ GOOD = b'{"text": "one"}\n'
 @pytest.mark.parametrize("name, content, message", [
     ("x.txt", b"text", "x.txt: we read only .* `python train.py --data=x.txt` as it is. Or make"),
     ("d/x.jsonl.tmp", GOOD, "d/x.jsonl.tmp: we read only .parquet, .jsonl, .jsonl.gz"),
+    ("nowhere.jsonl", None, "nowhere.jsonl: no such file"),
     ("x.jsonl", GOOD, "x.jsonl: 4 tokens are all val"),
     ("x.jsonl", GOOD + b"\n" + b'{"text": null}', "x.jsonl, row 3: its text is not a .*None"),
     ("x.jsonl", GOOD + b'{"text": 7}', "x.jsonl, row 2: its text is not a string but 7"),
@@ -276,7 +288,7 @@ def test_what_cannot_be_prepared_is_refused_in_one_line(name, content, message):
     path.parent.mkdir(exist_ok=True)
     if isinstance(content, dict):
         pq.write_table(pa.table(content), path)
-    else:
+    elif content is not None:
         path.write_bytes(content)
     if name.startswith("d/"):
         Path("d/a.jsonl").write_bytes(GOOD + GOOD)
@@ -310,3 +322,36 @@ def test_ready_shards_are_fetched_up_to_the_tokens(monkeypatch):
     train, val, _, _ = load_data(Path("o"))
     assert (train.tokens, val.tokens) == (100, 100)
     assert sorted(shards_of("o")) == ["fw_train_000001.bin", "fw_val_000000.bin"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "3", '{"finished": true}', '{"shards": 3}', "{cut"])
+def test_a_foreign_manifest_is_named(content):
+    Path("made").mkdir()
+    Path("made/manifest.json").write_text(content)
+    with pytest.raises(UserError, match="manifest.json is damaged, or not of prepare"):
+        load_data(Path("made"))
+
+
+def test_a_text_file_takes_twice_its_size_of_memory():
+    size = 16_000_000
+    Path("big.txt").write_bytes(b"word " * (size // 5))
+    tracemalloc.start()
+    load_data(Path("big.txt"))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2.5 * size
+
+
+def test_a_folder_that_was_moved_gets_no_more_shards(monkeypatch):
+    Path("x.jsonl").write_bytes(GOOD * 9)
+    tokenize = prepare_fineweb.tokenize
+
+    def move_and_tokenize(documents):
+        os.rename("o", "old")
+        os.mkdir("o")
+        yield from tokenize(documents)
+
+    monkeypatch.setattr(prepare_fineweb, "tokenize", move_and_tokenize)
+    with pytest.raises(UserError, match="o was moved or deleted"):
+        prepare("x.jsonl", "o", "--val_tokens=2")
+    assert not Path("o/manifest.json").exists()

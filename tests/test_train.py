@@ -95,7 +95,8 @@ def test_the_rate_goes_up_to_its_peak_and_down_to_0():
     ("train.py --device=tpu9", "the device tpu9"),
     ("train.py --data=short.txt", "short.txt is too short: a run needs more than 2,048 to train"),
     ("sample.py", "no checkpoint under out/: python train.py --attn=diff makes one"),
-    ("train.py --out=bare", "bare is another run's: attn is None there and 'softmax' here"),
+    ("sample.py --top_p=1.5 --ckpt=bare", "top_p must be above 0 and at most 1"),
+    ("train.py --out=bare", "bare/ckpt.pt is not of train.py: take another --out"),
 ])
 def test_what_is_refused_and_in_which_words(command, says, monkeypatch, capsys):
     Path("short.txt").write_text("too short")
@@ -137,11 +138,12 @@ def test_a_run_writes_a_log_and_learns(story):
 
 
 def test_a_step_is_the_same_in_one_micro_step_or_in_two(story):
-    for batch_size in (4, 2):
+    for batch_size in (4, 3):
         size = f"--batch_size={batch_size}"
         train.main([*TOY, size, "--steps=3", story, f"--out=of{batch_size}"])
     in_one = records_without_clock("of4")[1:]
-    in_two = records_without_clock("of2")[1:]
+    in_two = records_without_clock("of3")[1:]
+    assert lines_of("of3")[0]["batch_size"] == 2  # 4 sequences can't be cut into parts of 3
     for a, b in zip(in_one, in_two, strict=True):
         for key in ("train_loss", "grad_norm"):
             assert a[key] == pytest.approx(b[key], rel=1e-4), (key, a["step"])
@@ -253,6 +255,16 @@ def test_stopped_anywhere_a_run_ends_in_the_same_bits(capfd):
         assert records_without_clock(a) == records_without_clock(b)
         assert lines_of(a)[0] == lines_of(b)[0] | dict(out=a)
     assert train.main(cut) == whole  # it returns at once
+
+
+@pytest.mark.parametrize("program", ["train", "sample", "bench", "prepare_fineweb"])
+def test_ctrl_c_while_a_program_is_imported_is_one_line(program):
+    Path("numpy.py").write_text("raise KeyboardInterrupt")  # in the place of the real one
+    command = [sys.executable, TOP / f"{program}.py"]
+    environment = os.environ | {"PYTHONPATH": "."}
+    child = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert child.returncode not in (0, 1)
+    assert child.stderr == f"\n{program}.py: stopped\n"
 
 
 def test_a_run_that_diverges_stops_and_keeps_its_checkpoint():
@@ -406,6 +418,12 @@ def test_no_arm_is_trained_if_the_folder_of_another_one_is_taken():
     with pytest.raises(UserError, match="both/diff is another run's: steps is 2 there and 24 here"):
         train.main([*TOY, "--attn=softmax,diff", "--out=both"])
     assert not Path("both/softmax").exists()
+
+
+def test_a_rank_without_torchrun_is_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(UserError, match="RANK=1, but WORLD_SIZE=1"):
+        train.main([*TOY, "--out=run"])
 
 
 def test_two_processes_give_the_losses_of_one():
