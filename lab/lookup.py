@@ -378,33 +378,38 @@ def test_lambdas(reader, extra):
     return rows
 
 
+def of_pairs(rows, texts, two_tokens):
+    """From rows of a map, (B, H, QUERIES, T): the weights of the pairs, in the order of drawing."""
+    place = texts.rank.argsort(-1).argsort(-1)  # where each pair stands
+    if two_tokens:
+        place = 2 * place + 1  # that of the value, which sees the key
+    return rows.gather(-1, place[:, None, None].expand(*rows.shape[:3], -1))
+
+
 @torch.no_grad()
 def weights_of_pairs(reader, texts):
     """What each query takes from each pair, (B, heads, QUERIES, N), in the order of drawing."""
     A, _ = reader.look_up(reader.tokens(texts))
-    place = texts.rank.argsort(-1).argsort(-1)  # where each pair stands
-    if reader.task.two_tokens:
-        place = 2 * place + 1  # that of the value, which sees the key
-    return A.gather(-1, place[:, None, None].expand(*A.shape[:3], -1))
+    return of_pairs(A, texts, reader.task.two_tokens)
 
 
 @torch.no_grad()
 def weights_in_training(reader):
     """(r, c, n): the first map's mean weight on the right and on a wrong pair, and its tokens.
 
-    They are those of texts without a crowd, as long as those of the training.
+    They are those of texts without a crowd, as long as those of the training. Where their length
+    varies there, they are as long as those of the tests.
     """
     task = reader.task
     N = task.train_pairs if isinstance(task.train_pairs, int) else task.pairs
     texts = test_texts(N, B=64, keys=task.keys, values=task.values)
-    texts.rank = texts.rank.argsort(-1).argsort(-1).float()
     maps, _ = reader.maps(reader.tokens(texts))
-    place = texts.rank.long()[:, None, None].expand(-1, 1, QUERIES, -1)
-    weights = maps[:, :1].gather(-1, place)  # (B, 1, QUERIES, N), in the order of drawing
+    weights = of_pairs(maps[:, :1], texts, task.two_tokens)  # (B, 1, QUERIES, N)
     right = weights[..., -QUERIES:].diagonal(dim1=-2, dim2=-1)
-    r = right.mean().item()
-    c = (weights.sum().item() - right.sum().item()) / (weights.numel() - right.numel())
-    return r, c, N + (1 + QUERIES) / 2
+    wrong = weights.sum() - right.sum()
+    c = wrong / (weights.numel() - right.numel())
+    tokens = 2 * N if task.two_tokens else N
+    return right.mean().item(), c.item(), tokens + (1 + QUERIES) / 2  # a query sees those before it
 
 
 def train_and_test(arm, task, lr, seed):
@@ -427,9 +432,7 @@ def train_and_test(arm, task, lr, seed):
     weights = weights_of_pairs(reader, texts_of(task, N // 4, B=128))
     right = torch.arange(N)[-QUERIES:]
     row["largest_is_right"] = (weights.argmax(-1) == right).float().mean((0, 2)).tolist()
-    extras = ["agree"]
-    if task.tau is None or task.tau == 2.0:
-        extras.append("crowds")
+    extras = ["agree", "crowds"]
     if task.values > task.pairs + max(LONG_CROWDS, default=0):
         extras.append("differ")
     row["tests"] = [test for extra in extras for test in test_lambdas(reader, extra)]
@@ -780,7 +783,10 @@ def demo(out, seed):
     runs = []
     readers = {}
     for arm, lr in SHOWN.items():
-        readers[arm], row = train_and_test(arm, task, lr, seed)
+        readers[arm], _ = train_reader(arm, task, lr, seed)
+        row = dict(arm=arm, **asdict(task), lr=lr, seed=seed, accuracy={})
+        for m in crowds(task.pairs, arm):
+            _, row["accuracy"][str(m)] = test_on(readers[arm], texts_of(task, m))
         runs.append(row)
     table = means_table(runs, [row["accuracy"] for row in runs], by=["arm"])
     tables = {"Right answers, by how many of the 64 pairs agree": table}

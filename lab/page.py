@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from common import cli, path
@@ -83,7 +84,7 @@ def logits_of(reader):
 
 
 def runs_of(letters):
-    """"rrrc" is "3r1c"."""
+    """The letters with their counts: rrrc becomes 3r1c."""
     return "".join(f"{len(list(run))}{letter}" for letter, run in groupby(letters))
 
 
@@ -95,7 +96,8 @@ def answer_tables(trained, arm, B):
     """
     reader = Reader(arm, trained.task, seed=None)
     reader.load_state_dict(trained.state_dict(), strict=False)  # the lambdas are LAMBDAS
-    right, crowd = [], []
+    right = []
+    crowd = []
     for m in CROWDS:
         texts = texts_with(m, B)
         said = torch.stack([logits.argmax(-1) for logits in reader.read(texts, LAMBDAS)])
@@ -106,8 +108,10 @@ def answer_tables(trained, arm, B):
     crowd = torch.stack(crowd, dim=1)
     says = []
     for example in range(EXAMPLES):
-        kind = 2 * right[..., example, 0] + 1 * crowd[..., example, 0]
-        says.append([runs_of("ocr"[k] for k in row) for row in kind.tolist()])
+        letters = np.full((len(LAMBDAS), len(CROWDS)), "o")
+        letters[crowd[..., example, 0].numpy()] = "c"
+        letters[right[..., example, 0].numpy()] = "r"
+        says.append([runs_of(row) for row in letters])
     return dict(right=thousandths(right), crowd=thousandths(crowd), says=says)
 
 
@@ -198,9 +202,11 @@ def squares(text, row):
         name = key_name(text["key"][pair])
         hue = 164 + 360 * (pair - RIGHT) / N  # 164 is green
         light = 55 + 8 * ((pair + 1) % 3)
-        right, colour = "", f"colour {text['value'][pair]}"
+        right = ""
+        colour = f"colour {text['value'][pair]}"
         if pair == RIGHT:
-            right, colour = " right", "green"
+            right = " right"
+            colour = "green"
         found.append(
             f'<button type="button" class="square{right}" tabindex="{-1 if found else 0}" '
             f'style="--hue: {hue}; --light: {light}%" '
