@@ -27,19 +27,22 @@ import torch.nn.functional as F
 
 from common import UserError, cli, commit, device_name, find_checkpoint, path
 from data import get_tokenizer
-from lab.report import new_figure, to_markdown
+from lab.report import need, new_figure, to_markdown
 from lab.sweep import Cache
 from model import GPT, Attention, Softmax, upcast
 
 PAGE = Path(__file__).parent / "results/pretrained"
 LINES = {"colon": "{}: {}", "arrow": "{} -> {}"}  # each line is four tokens with its line break
-STEPS = 150  # of a sequence of 1,024 tokens each, where numbers are trained
-RATE = 0.01  # of Adam, falls to 0 in a line
 EXAMPLES = 3  # lines that stand a second time. None of them is the right one or in the crowd
 BATCH = 10  # lists that are read at a time
 N_LOOKUP = 14  # heads, of which the first two are called sharp, and the others blunt
 SEED = "reported"  # of the lists of all results
 SEED_OF_CHOICE = "choice"  # of the lists that choose the heads
+# where numbers are trained: one sequence a step, and Adam's rate, which falls to 0 in a line
+STEPS = 150
+TOKENS = 1024
+RATE = 0.01
+HELD_OUT = 32  # sequences
 COLORS = dict(sharp="#D55E00", blunt="#0072B2")
 
 
@@ -60,8 +63,6 @@ class Changed(Softmax):
 
     numbers = {}  # none: softmax as it is
     sink_out = None
-    watch = False  # whether to keep the last row of the maps, for `votes`
-    last_row = None  # (B, H, T)
 
     # softmax's own would take the usual y from its cache. These fit any maps
     prefill = Attention.prefill
@@ -91,8 +92,6 @@ class Changed(Softmax):
         return self.change(A, torch.eye(A.shape[-1], dtype=A.dtype, device=A.device))
 
     def fast(self, q, k, v, lam, rope):
-        if self.watch:
-            self.last_row = self.attention_map(q, k, lam, rope)[:, :, -1]
         y = super().fast(q, k, v, lam, rope)
         return self.change(upcast(y), upcast(v))
 
@@ -111,6 +110,9 @@ def load(ckpt):
 
 def set_change(model, heads, kind, strength, sink_out):
     """heads: the (layer, head) that change. All others put out what they always do."""
+    chosen = torch.zeros(len(model.blocks), model.config.n_head, 1, 1)
+    for layer, head in heads:
+        chosen[layer, head] = 1
     match kind:
         case "none":
             numbers = {}
@@ -118,12 +120,13 @@ def set_change(model, heads, kind, strength, sink_out):
             numbers = dict.fromkeys(("louder", "average"), strength / (1 - strength))
         case _:
             numbers = {kind: strength}
+    set_numbers(model, {name: number * chosen for name, number in numbers.items()}, sink_out)
+
+
+def set_numbers(model, numbers, sink_out):
+    """numbers: {name: (layers, H, 1, 1)}, see Changed."""
     for depth, block in enumerate(model.blocks):
-        chosen = torch.tensor([[depth, head] in heads for head in range(model.config.n_head)])
-        block.attn.numbers = {}
-        if chosen.any():
-            for name, number in numbers.items():
-                block.attn.numbers[name] = number * chosen.float()[:, None, None]
+        block.attn.numbers = {name: number[depth] for name, number in numbers.items()}
         block.attn.sink_out = sink_out
 
 
@@ -224,12 +227,13 @@ def votes(model, batch):
     r: from the right word. c: from the words of the crowd together. wins: in how many lists c > r.
     """
     idx, _, _, places = batch
+    rows = []
+    x, rope = model.embed(idx)
     for block in model.blocks:
-        block.attn.watch = True
-    model(idx)
-    rows = torch.stack([block.attn.last_row for block in model.blocks], dim=1)  # (B, layers, H, T)
-    for block in model.blocks:
-        block.attn.watch = False
+        q, k, _, lam = block.attn.project(block.norm1(x))
+        rows.append(block.attn.attention_map(q, k, lam, rope)[:, :, -1])  # (B, H, T)
+        x = block(x, rope)
+    rows = torch.stack(rows, dim=1)  # (B, layers, H, T)
     r = torch.stack([row[..., right] for row, (right, _) in zip(rows, places)])  # (B, layers, H)
     c = torch.stack([row[..., crowd].sum(-1) for row, (_, crowd) in zip(rows, places)])
     found = dict(r=r, c=c, wins=(c > r).float())
@@ -271,29 +275,22 @@ def text_loss(model, sequences):
 
 
 def train(model, sequences, names, order):
-    """Trains one number of each name for each head, and nothing else. Returns them by name."""
+    """Trains one number of each name for each head, and nothing else. {name: (layers, H)}"""
     model.requires_grad_(False)
-    H = model.config.n_head
-    for block in model.blocks:
-        block.attn.numbers = {name: torch.zeros(H, 1, 1, requires_grad=True) for name in names}
-        block.attn.sink_out = True
-    numbers = [number for block in model.blocks for number in block.attn.numbers.values()]
+    shape = (len(model.blocks), model.config.n_head, 1, 1)
+    numbers = {name: torch.zeros(shape, requires_grad=True) for name in names}
     generator = torch.Generator().manual_seed(order)
     drawn = []
     while len(drawn) < STEPS:
         drawn += torch.randperm(len(sequences), generator=generator).tolist()
-    if names:
-        optimizer = torch.optim.Adam(numbers, lr=RATE)
-        for step in range(STEPS):
-            optimizer.param_groups[0]["lr"] = RATE * (1 - step / STEPS)
-            optimizer.zero_grad()
-            loss_of(model, sequences[drawn[step]]).backward()
-            optimizer.step()
-    found = {}
-    for name in names:
-        values = [block.attn.numbers[name].detach().flatten() for block in model.blocks]
-        found[name] = (torch.stack(values) * 1e4).round().div(1e4).tolist()  # (layers, H)
-    return found
+    optimizer = torch.optim.Adam(numbers.values(), lr=RATE)
+    for step in range(STEPS):
+        set_numbers(model, numbers, sink_out=True)
+        optimizer.param_groups[0]["lr"] = RATE * (1 - step / STEPS)
+        optimizer.zero_grad()
+        loss_of(model, sequences[drawn[step]]).backward()
+        optimizer.step()
+    return {name: number.detach()[..., 0, 0] for name, number in numbers.items()}
 
 
 def choose_heads(model, enc, pools):
@@ -325,54 +322,44 @@ def condition(heads="none", kind="none", strength=0, sink_out=None):
     return dict(heads=heads, kind=kind, strength=strength, sink_out=sink_out)
 
 
-PRIMARY = [condition(), condition("lookup", "average", 0.5), condition("lookup", "louder", 0.5)]
+NONE = condition()
+PRIMARY = [NONE, condition("lookup", "average", 0.5), condition("lookup", "louder", 0.5)]
+# the minus takes from the sum of a row. Is it only that these heads should be quieter? (added when
+# the primary contrast was known, in which louder does harm)
 QUIETER = condition("lookup", "louder", -0.5)
+OTHERS = []
+for heads in ("sharp", "blunt", "random", "all"):
+    OTHERS += [condition(heads, "average", 0.5), condition(heads, "louder", 0.5)]
+OTHERS += [condition("lookup", "average", strength) for strength in (0.25, 0.75, 1)]
+OTHERS += [condition("lookup", "louder", strength) for strength in (-0.25, 0.25, 0.75, 1)]
+OTHERS += [condition("lookup", "average_kept_sum", strength) for strength in (0.25, 0.5)]
+OTHERS += [condition("lookup", "average", strength, sink_out=False) for strength in (0.5, 1)]
+OTHERS += [condition("lookup", "own", strength) for strength in (0.5, 1)]
 
 
-def other_conditions():
-    found = []
-    for heads in ("sharp", "blunt", "random", "all"):
-        found.append(condition(heads, "average", 0.5))
-        found.append(condition(heads, "louder", 0.5))
-    found.append(condition("lookup", "louder", -0.25))
-    found.append(condition("lookup", "own", 0.5))
-    found.append(condition("lookup", "average_kept_sum", 0.5))
-    found.append(condition("lookup", "average", 0.5, sink_out=False))
-    for strength in (1, 0.25, 0.75):
-        found.append(condition("lookup", "average", strength))
-        found.append(condition("lookup", "louder", strength))
-    found.append(condition("lookup", "average_kept_sum", 0.25))
-    found.append(condition("lookup", "own", 1))
-    found.append(condition("lookup", "average", 1, sink_out=False))
-    return found
+def make_cell(crowd, change=None, pairs=32, place="any", style="colon"):
+    cell = dict(pairs=pairs, crowd=crowd, place=place, style=style)
+    return cell | (change or {})
 
 
 def cells():
     """What is run, in this order: (what, number of lists, its settings)."""
-    for change in PRIMARY:
+    for change in (*PRIMARY, QUIETER):
         for crowd in (0, 16):
             yield "lists", 300, make_cell(crowd, change)
-    for change in PRIMARY:
         yield "text", 0, dict(tokens=1024) | change
-    # the minus takes from the sum of a row. Is it only that these heads should be quieter? (added
-    # when the primary contrast was known, in which louder does harm)
-    for crowd in (0, 16):
-        yield "lists", 300, make_cell(crowd, QUIETER)
-    yield "text", 0, dict(tokens=1024) | QUIETER
-    for crowd in (0, 8, 16, 24, 28):
-        yield "votes", 100, make_cell(crowd)
-    for change in PRIMARY:
-        for crowd in (0, 16):
-            yield "lists", 60, make_cell(crowd, change, style="arrow")
-    for place in ("before", "after"):
-        yield "votes", 60, make_cell(16, place=place)
+    for other in (dict(style="arrow"), dict(place="before"), dict(place="after")):
         for change in PRIMARY:
             for crowd in (0, 16):
-                yield "lists", 60, make_cell(crowd, change, place=place)
-    for change in other_conditions():
+                yield "lists", 60, make_cell(crowd, change, **other)
+    for change in OTHERS:
         for crowd in (0, 16):
             yield "lists", 60, make_cell(crowd, change)
         yield "text", 0, dict(tokens=1024) | change
+    for crowd in (0, 8, 16, 24, 28):
+        yield "votes", 200, make_cell(crowd)
+    for place in ("before", "after"):
+        yield "votes", 200, make_cell(16, place=place)
     for crowd in (0, 16, 32, 48, 60):
         yield "votes", 60, make_cell(crowd, pairs=64)
     for change in PRIMARY:
@@ -387,43 +374,35 @@ def cells():
                     yield "wants", 0, dict(text=text, numbers=numbers, order=order)
 
 
-def make_cell(crowd, change=None, pairs=32, place="any", style="colon"):
-    cell = dict(pairs=pairs, crowd=crowd, place=place, style=style)
-    return cell | (change or {})
-
-
 def run(ckpt, cache):
     model, enc = load(ckpt)
     pools = find_words(enc)
-    manual = read_documents("manual")
-
-    def heads():
-        return choose_heads(model, enc, pools)
-
-    chosen = cache.run(lambda what: heads(), what="heads") | dict(none=[])
+    chosen = cache.run(lambda what: choose_heads(model, enc, pools), what="heads") | dict(none=[])
     print(f"14 heads with the largest r: {chosen['lookup']}\n{chosen['r']}", flush=True)
 
-    def measure(what, first=None, tokens=None, **settings):
-        """A batch of lists, or the text."""
-        began = time.perf_counter()
-        change = condition()
-        for name in change:
-            change[name] = settings.pop(name, change[name])
-        name = change.pop("heads")
-        set_change(model, chosen[name], **change)
-        if what == "text":
-            found = dict(losses=text_loss(model, cut(enc, manual, tokens, sequences=8)))
-        else:
-            batch = make_batch(enc, pools, range(first, first + BATCH), **settings)
-            found = answer(model, batch) if what == "lists" else votes(model, batch)
-        return found | dict(seconds=round(time.perf_counter() - began, 2))
+    def change(heads, kind, strength, sink_out):
+        set_change(model, chosen[heads], kind, strength, sink_out)
+
+    def text(what, tokens, **changed):
+        change(**changed)
+        return dict(losses=text_loss(model, cut(enc, read_documents("manual"), tokens, 8)))
+
+    def lists(what, first, pairs, crowd, place, style, **changed):
+        change(**NONE | changed)
+        settings = dict(pairs=pairs, crowd=crowd, place=place, style=style)
+        batch = make_batch(enc, pools, range(first, first + BATCH), **settings)
+        return answer(model, batch) if what == "lists" else votes(model, batch)
 
     def wants(what, text, numbers, order):
-        """What one number a head gains on every second document, trained on the others."""
-        began = time.perf_counter()
+        """What a number for each head gains on every second document, trained on the others."""
         documents = read_documents(text)
-        values = train(model, cut(enc, documents[0::2], 1024), numbers, order)
-        found = dict(losses=text_loss(model, cut(enc, documents[1::2], 1024, sequences=32)))
+        change(**NONE)
+        found = {}
+        if numbers:
+            values = train(model, cut(enc, documents[0::2], TOKENS), numbers, order)
+            rounded = {name: (1e4 * value).round().div(1e4) for name, value in values.items()}
+            found["values"] = {name: value.tolist() for name, value in rounded.items()}
+        found["losses"] = text_loss(model, cut(enc, documents[1::2], TOKENS, HELD_OUT))
         for crowd in (0, 16):
             answers = []
             for first in range(0, 60, BATCH):
@@ -431,16 +410,21 @@ def run(ckpt, cache):
                 answers.append(answer(model, batch))
             for name in ("right", "logp"):
                 found[f"{name}_{crowd}"] = sum((one[name] for one in answers), [])
-        return found | dict(values=values, seconds=round(time.perf_counter() - began, 2))
+        return found
 
-    for what, lists, cell in cells():
+    def measure(**settings):
         began = time.perf_counter()
-        if what == "text":
+        measured = dict(text=text, lists=lists, votes=lists, wants=wants)[settings["what"]]
+        found = measured(**settings)
+        return found | dict(seconds=round(time.perf_counter() - began, 2))
+
+    for what, n, cell in cells():
+        began = time.perf_counter()
+        if what in ("lists", "votes"):
+            for first in range(0, n, BATCH):
+                cache.run(measure, what=what, first=first, **cell)
+        else:
             cache.run(measure, what=what, **cell)
-        if what == "wants":
-            cache.run(wants, what=what, **cell)
-        for first in range(0, lists, BATCH):
-            cache.run(measure, what=what, first=first, **cell)
         about = ", ".join(str(value) for value in cell.values())
         print(f"{what}: {about}: {time.perf_counter() - began:.0f} s", flush=True)
 
@@ -449,18 +433,20 @@ def run(ckpt, cache):
 # the tables, the data and the figures
 
 
-def expand(rows, style):
-    """A row for each list and condition."""
+def expand(rows):
+    """A data frame with a row for each list and condition."""
+    import pandas as pd
+
     found = []
     for row in rows:
-        if row["what"] != "lists" or row["style"] != style:
+        if row["what"] != "lists":
             continue
-        keys = ("pairs", "crowd", "place", "heads", "kind", "strength", "sink_out")
-        settings = {key: row[key] for key in keys}
+        keys = ("pairs", "crowd", "place", "style", "heads", "kind", "strength", "sink_out")
+        settings = {key: row[key] for key in keys} | dict(condition=name_of(row))
         for i in range(BATCH):
             answers = {key: row[key][i] for key in ("right", "said_crowd", "logp")}
             found.append(settings | answers | dict(list=row["first"] + i))
-    return found
+    return pd.DataFrame(found)
 
 
 def mean_votes(rows):
@@ -483,27 +469,23 @@ def name_of(row):
     return f"{row['heads']} {row['kind']} {row['strength']:g} {row['sink_out']}"
 
 
-NO_CHANGE = name_of(condition())
+NO_CHANGE, MINUS, LOUDER = map(name_of, PRIMARY)
+MINUS_AND_LOUDER = (" average 0.5 True", " louder 0.5 None")  # in any heads
 
 
-def by_list(rows, value):
-    """A data frame with a row for each list and a column for each (crowd, place, condition)."""
-    import pandas as pd
-
-    table = pd.DataFrame([row | dict(condition=name_of(row)) for row in rows])
-    columns = ["crowd", "place", "condition"]
-    return table.pivot(index="list", columns=columns, values=value)
+def by_list(lists, value):
+    """A row for each list, and a column for each (crowd, condition)."""
+    return lists.pivot(index="list", columns=["crowd", "condition"], values=value).astype(float)
 
 
-def gain(table, crowd, condition, base=NO_CHANGE, place="any"):
+def gain(table, crowd, condition, base=NO_CHANGE):
     """The condition less the base, for each list that both have read."""
-    return (table[crowd, place, condition] - table[crowd, place, base]).dropna()
+    return (table[crowd, condition] - table[crowd, base]).dropna()
 
 
-def contrast(table, condition, base=NO_CHANGE, place="any"):
+def contrast(table, condition, base=NO_CHANGE):
     """[condition - base] beside a crowd of 16, minus the same without a crowd, for each list."""
-    beside = gain(table, 16, condition, base, place)
-    return (beside - gain(table, 0, condition, base, place)).dropna()
+    return (gain(table, 16, condition, base) - gain(table, 0, condition, base)).dropna()
 
 
 @lru_cache
@@ -521,9 +503,9 @@ def bootstrap(x):
     return x.mean(), low, high
 
 
-def plus_minus(x):
+def plus_minus(x, digits=2):
     mean, low, high = bootstrap(x)
-    return f"{mean:+.2f} ± {(high - low) / 2:.2f}"
+    return f"{mean:+.{digits}f} ± {(high - low) / 2:.{digits}f}"
 
 
 def text_gains(rows):
@@ -535,65 +517,32 @@ def text_gains(rows):
     return {key: loss - losses[key[0], NO_CHANGE] for key, loss in losses.items()}
 
 
-def pair_of(heads, strength=0.5):
-    """The names of the minus and of its control."""
-    minus = name_of(condition(heads, "average", strength))
-    return minus, name_of(condition(heads, "louder", strength))
-
-
-def contrast_table(rows, arrow, text):
-    """The primary contrast, and the same in other lists and in other heads."""
-    cases = {
-        "lookup": (rows, "lookup", "any"),
-        "lookup, arrow": (arrow, "lookup", "any"),
-        "lookup, before": (rows, "lookup", "before"),
-        "lookup, after": (rows, "lookup", "after"),
-    }
-    for heads in ("sharp", "blunt", "random", "all"):
-        cases[heads] = (rows, heads, "any")
+def condition_table(lists, text):
+    """A row for each condition. What stands after "log p" is less that of no change."""
     lines = []
-    for label, (found, heads, place) in cases.items():
-        logp = by_list(found, "logp")
-        minus, louder = pair_of(heads)
-        difference = contrast(logp, minus, louder, place)
-        line = dict(heads=label, lists=len(difference))
-        for name, change in dict(minus=minus, louder=louder).items():
+    for (style, place), group in lists.groupby(["style", "place"], sort=False):
+        logp, right, said = (by_list(group, value) for value in ("logp", "right", "said_crowd"))
+        for name in group["condition"].unique():
+            line = dict(style=style, place=place, condition=name)
+            line["lists"] = logp[16, name].count()
             for crowd in (0, 16):
-                line[f"{name}, m = {crowd}"] = plus_minus(gain(logp, crowd, change, place=place))
-            line[f"{name}, more"] = plus_minus(contrast(logp, change, place=place))
-        line["contrast"] = plus_minus(difference)
-        line["text: minus, louder"] = f"{text[1024, minus]:+.3f}, {text[1024, louder]:+.3f}"
-        lines.append(line)
+                line[f"right, m = {crowd}"] = f"{right[crowd, name].mean():.1%}"
+                line[f"log p, m = {crowd}"] = plus_minus(gain(logp, crowd, name))
+            line["crowd's word"] = f"{said[16, name].mean():.1%}"
+            line["more beside a crowd"] = plus_minus(contrast(logp, name))
+            line["text loss"] = f"{text[1024, name]:+.3f}"
+            louder = name.replace(*MINUS_AND_LOUDER)
+            if louder != name:
+                line["contrast with louder"] = plus_minus(contrast(logp, name, louder))
+            lines.append(line)
     return lines
 
 
-def condition_table(rows, text, conditions, place="any"):
-    """Right answers, the crowd's word, and log p and text loss less those of no change."""
-    logp = by_list(rows, "logp")
-    right = by_list(rows, "right")
-    crowd = by_list(rows, "said_crowd")
-    lines = []
-    for change in conditions:
-        name = name_of(change)
-        lines.append({
-            "condition": name,
-            "right, m = 0": f"{right[0, place, name].dropna().mean():.1%}",
-            "log p, m = 0": plus_minus(gain(logp, 0, name, place=place)),
-            "right, m = 16": f"{right[16, place, name].dropna().mean():.1%}",
-            "crowd's word": f"{crowd[16, place, name].dropna().mean():.1%}",
-            "log p, m = 16": plus_minus(gain(logp, 16, name, place=place)),
-            "text loss": f"{text[1024, name]:+.3f}",
-        })  # fmt: skip
-    return lines
-
-
-def votes_table(votes, heads, pairs, place="any"):
+def votes_table(votes, heads):
     """r and c of the sharp and of the blunt heads, and how often c > r."""
     lines = []
     for row in votes:
-        if row["pairs"] != pairs or row["place"] != place:
-            continue
-        line = dict(m=row["crowd"], lists=row["lists"])
+        line = dict(N=row["pairs"], place=row["place"], m=row["crowd"], lists=row["lists"])
         for kind in ("sharp", "blunt"):
             for name, label in dict(r="r", c="c", wins="c > r").items():
                 mean = np.mean([row[name][layer][head] for layer, head in heads[kind]])
@@ -602,51 +551,69 @@ def votes_table(votes, heads, pairs, place="any"):
     return lines
 
 
+def wants_table(rows):
+    """What trained numbers gain on the held-out half, by sequence, the mean of the orders."""
+    runs = {}
+    for row in rows:
+        if row["what"] == "wants":
+            runs.setdefault((row["text"], " and ".join(row["numbers"])), []).append(row)
+    gains = {}
+    lines = []
+    for (text, numbers), group in runs.items():
+        base = runs[text, ""][0]
+        gained = np.array(base["losses"]) - [row["losses"] for row in group]  # (orders, sequences)
+        gains[text, numbers] = gained.mean(0)
+        line = {"text": text, "numbers": numbers, "orders": len(group)}
+        line["gain"] = plus_minus(gained.mean(0), 3)
+        line["by order"] = ", ".join(f"{x:+.4f}" for x in gained.mean(1))
+        for crowd in (0, 16):
+            line[f"right, m = {crowd}"] = f"{np.mean([row[f'right_{crowd}'] for row in group]):.1%}"
+        values = [row.get("values", {}) for row in group]
+        means = {name: np.mean([one[name] for one in values]) for name in values[0]}
+        line["mean numbers"] = ", ".join(f"{name} {mean:+.3f}" for name, mean in means.items())
+        lines.append(line)
+    for text in ("manual", "sotu"):
+        if (text, "average") in gains and (text, "louder") in gains:
+            difference = plus_minus(gains[text, "average"] - gains[text, "louder"], 4)
+            lines.append({"text": text, "numbers": "average less louder", "gain": difference})
+    return lines
+
+
 def votes_figure(votes, heads):
-    """A dot for each head, the right word against a crowd of 16. And how often the crowd wins."""
-    figure, (left, right) = new_figure(columns=2, width=11, height=5)
-    by_any = {row["crowd"]: row for row in votes if row["pairs"] == 32 and row["place"] == "any"}
-    r = np.array(by_any[16]["r"])
-    c = np.array(by_any[16]["c"])
+    """A dot for each head: what it gives to the right word, against what a crowd of 16 gets."""
+    figure, (ax,) = new_figure(width=7, height=6)
+    kind = dict(pairs=32, crowd=16, place="any")
+    row = next(row for row in votes if kind.items() <= row.items())
     floor = 1e-3
-    left.fill_between([floor, 1], [floor, 1], 1, color="#F3F3F3")
-    left.plot([floor, 1], [floor, 1], color="black", linewidth=1)
-    left.plot(r.clip(floor), c.clip(floor), "o", color="#BBBBBB", markersize=4)
+    r = np.array(row["r"]).clip(floor)
+    c = np.array(row["c"]).clip(floor)
+    ax.fill_between([floor, 1], [floor, 1], 1, color="#F3F3F3")
+    ax.plot([floor, 1], [floor, 1], color="black", linewidth=1)
+    ax.plot(r, c, "o", color="#BBBBBB", markersize=4)
     for kind, color in COLORS.items():
         layers, numbers = zip(*heads[kind])
         label = f"{len(layers)} {kind} heads"
-        left.plot(r[layers, numbers], c[layers, numbers], "o", color=color, label=label)
-    left.text(1.3 * floor, 0.6, "the crowd wins")
-    left.set(xscale="log", yscale="log", xlim=(floor, 1.1), ylim=(floor, 1.1))
-    for axis in (left.xaxis, left.yaxis):
-        axis.set_ticks([0.001, 0.01, 0.1, 1], ["0.1", "1", "10", "100"])
-    left.set(xlabel="r, weight on the right word, %", ylabel="c, on the crowd's 16, %")
-    left.xaxis.set_ticklabels(["", "1", "10", "100"])  # 0.1 stands at the other axis
-    left.legend(loc="lower right", handletextpad=0)
-
-    for kind, color in COLORS.items():
-        percent = []
-        for row in by_any.values():
-            wins = [row["wins"][layer][head] for layer, head in heads[kind]]
-            percent.append(100 * np.mean(wins))
-        right.plot(list(by_any), percent, "o-", color=color, label=kind)
-    right.set(xticks=list(by_any), ylim=(0, 100))
-    right.set(xlabel="m, crowd among 32 lines", ylabel="c > r, % of lists and heads")
-    right.legend(loc="upper left")
+        ax.plot(r[layers, numbers], c[layers, numbers], "o", color=color, label=label)
+    ax.text(1.3 * floor, 0.6, "the crowd wins")
+    ax.set(xscale="log", yscale="log", xlim=(floor, 1.1), ylim=(floor, 1.1))
+    ax.xaxis.set_ticks([0.001, 0.01, 0.1, 1], ["", "1", "10", "100"])
+    ax.yaxis.set_ticks([0.001, 0.01, 0.1, 1], ["0.1", "1", "10", "100"])
+    ax.set(xlabel="weight on the right word, %", ylabel="on the crowd's 16, %")
+    ax.legend(loc="lower right", handletextpad=0)
     return figure
 
 
-def contrast_figure(rows):
+def contrast_figure(lists):
     """The minus and its control, with and without a crowd: two dots with intervals each."""
-    logp = by_list(rows, "logp")
+    logp = by_list(lists, "logp")
     figure, (ax,) = new_figure(width=7, height=4.5)
-    minus, louder = pair_of("lookup")
-    for name, label, color, x in (
-        (minus, "minus the average", COLORS["sharp"], [-0.04, 0.96]),
-        (louder, "louder", "#777777", [0.04, 1.04]),
+    for name, label, color, shift in (
+        (MINUS, "minus the average", COLORS["sharp"], -0.04),
+        (LOUDER, "louder", "#777777", 0.04),
     ):
         found = [bootstrap(gain(logp, crowd, name)) for crowd in (0, 16)]
         mean, low, high = np.array(found).T
+        x = [shift, 1 + shift]
         error = [mean - low, high - mean]
         ax.errorbar(x, mean, yerr=error, fmt="o-", capsize=4, color=color, label=label)
     ax.axhline(0, color="black", linewidth=1)
@@ -663,49 +630,39 @@ def publish(rows):
     heads = next((row for row in rows if row["what"] == "heads"), None)
     if heads is None:
         raise UserError("nothing is finished: python -m lab.crowd")
-    lists = expand(rows, "colon")
-    arrow = expand(rows, "arrow")
+    lists = expand(rows)
+    colon = lists[lists["style"] == "colon"]
+    usual = colon[colon["place"] == "any"]
     text = text_gains(rows)
     votes = mean_votes(rows)
-    strengths = []
-    for kind in ("average", "louder"):
-        strengths += [condition("lookup", kind, strength) for strength in (0.25, 0.5, 0.75, 1)]
-    others = [change for change in other_conditions() if change not in strengths]
     tables = {
-        "primary": condition_table(lists, text, [*PRIMARY, QUIETER]),
-        "contrasts": contrast_table(lists, arrow, text),
-        "strengths": condition_table(lists, text, strengths),
-        "others": condition_table(lists, text, others),
-        "arrow": condition_table(arrow, text, PRIMARY),
-        "before": condition_table(lists, text, PRIMARY, place="before"),
-        "after": condition_table(lists, text, PRIMARY, place="after"),
+        "conditions": condition_table(lists, text),
+        "votes": votes_table(votes, heads),
+        "text loss by length": [
+            dict(tokens=tokens, condition=name, more=f"{loss:+.3f}")
+            for (tokens, name), loss in text.items()
+            if name in (MINUS, LOUDER)
+        ],
+        "what text wants": wants_table(rows),
     }
-    for pairs, place in ((32, "any"), (64, "any"), (32, "before"), (32, "after")):
-        tables[f"votes, N = {pairs}, {place}"] = votes_table(votes, heads, pairs, place)
-    lengths = []
-    for (tokens, name), loss in text.items():
-        if name in pair_of("lookup"):
-            lengths.append(dict(tokens=tokens, condition=name, loss=f"{loss:+.3f}"))
-    tables["text loss by length"] = lengths
     for title, lines in tables.items():
         print(f"\n{title}\n\n{to_markdown(pd.DataFrame(lines))}")
-    difference = contrast(by_list(lists, "logp"), *pair_of("lookup"))
-    mean, low, high = bootstrap(difference)
+    mean, low, high = bootstrap(contrast(by_list(usual, "logp"), MINUS, LOUDER))
     print(f"\nprimary contrast: {mean:+.3f}, 95 % from {low:+.3f} to {high:+.3f}")
-    minus, louder = pair_of("lookup")
     for value in ("right", "said_crowd"):
-        percent = 100 * by_list(lists, value).astype(float)
-        print(
-            f"{value}, in points: the minus without a crowd {plus_minus(gain(percent, 0, minus))}, "
-            f"beside it {plus_minus(gain(percent, 16, minus))}, "
-            f"there less louder {plus_minus(gain(percent, 16, minus, louder))}"
-        )
+        points = 100 * by_list(usual, value)
+        found = [gain(points, 0, MINUS), gain(points, 16, MINUS), gain(points, 16, MINUS, LOUDER)]
+        print(f"{value}, points: m = 0, m = 16, less louder:", *map(plus_minus, found))
 
-    loss_rows = []
+    columns = list(colon.columns.drop(["style", "condition"]))
+    losses = []
+    wants = []
     for row in rows:
+        kept = {key: value for key, value in row.items() if key not in ("what", "seconds")}
         if row["what"] == "text":
-            keys = ("tokens", "heads", "kind", "strength", "sink_out", "losses")
-            loss_rows.append({key: row[key] for key in keys} | dict(loss=np.mean(row["losses"])))
+            losses.append(kept | dict(loss=np.mean(row["losses"])))
+        if row["what"] == "wants":
+            wants.append(kept | dict(loss=np.mean(row["losses"])))
     seconds = [row["seconds"] / BATCH for row in rows if row["what"] == "lists"]
     content = dict(
         title="A crowd in a pretrained model",
@@ -715,18 +672,19 @@ def publish(rows):
         machine=device_name(torch.device("cpu")),
         torch=torch.__version__,
         python=platform.python_version(),
-        precision="lists and text bfloat16 autocast, votes float32",
+        precision="lists and texts bfloat16 autocast, votes float32",
         seconds_per_list=round(float(np.median(seconds)), 3),
         heads={name: heads[name] for name in ("lookup", "sharp", "blunt", "random", "r")},
-        rows=lists,
-        rows_arrow=arrow,
-        text=loss_rows,
+        rows=colon[columns].to_dict("records"),
+        rows_arrow=lists.loc[lists["style"] == "arrow", columns].to_dict("records"),
+        text=losses,
+        wants=wants,
         votes=votes,
     )
     PAGE.mkdir(parents=True, exist_ok=True)
     (PAGE / "pretrained.json").write_text(json.dumps(content, separators=(",", ":")) + "\n")
     votes_figure(votes, heads).savefig(PAGE / "votes.png")
-    contrast_figure(lists).savefig(PAGE / "contrast.png")
+    contrast_figure(usual).savefig(PAGE / "contrast.png")
     print(f"-> {PAGE}")
 
 
@@ -745,6 +703,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     cache = Cache(args.out / "runs.jsonl")
     if args.verb == "publish":
+        need("pandas")
         publish(cache.rows)
     else:
         run(args.ckpt, cache)

