@@ -740,6 +740,31 @@ def weights_figure(readers, N, m):
     return figure
 
 
+def maps_figure(reader, N):
+    """The maps of a difference: what each query takes from the pairs, in the order of drawing.
+
+    So the pairs that are asked for are the last ones. In the text they stand anywhere.
+    reader: a trained one with one differential head.
+    """
+    texts = test_texts(N, B=1)
+    with torch.no_grad():
+        branches, _ = reader.maps(reader.tokens(texts))
+        A, _ = reader.look_up(reader.tokens(texts))
+    rows = of_pairs(torch.cat((branches, A), dim=1), texts, reader.task.two_tokens)[0]
+    largest = rows.max().item()
+    figure, axes = report.new_figure(3, 1, width=9, height=5.5)
+    for ax, name, weights in zip(axes, ("$A_1$", "$A_2$", r"$A_1 - \lambda A_2$"), rows):
+        image = ax.imshow(weights, cmap="PuOr_r", vmin=-largest, vmax=largest, aspect="auto")
+        ax.set(xticks=[], yticks=[])
+        ax.grid(False)
+        ax.set_ylabel(name, rotation=0, ha="right", va="center")
+    figure.supylabel(f"{QUERIES} questions", fontsize=18)
+    figure.supxlabel(f"{N} pairs, and last those that are asked for", fontsize=18)
+    bar = figure.colorbar(image, ax=list(axes), shrink=0.6, pad=0.02, ticks=[-0.05, 0, 0.05])
+    bar.set_label("weight", fontsize=18)
+    return figure
+
+
 # -----------------------------------------------------------------------------
 # the verbs
 
@@ -792,6 +817,7 @@ def demo(out, seed):
     tables = {"Right answers, by how many of the 64 pairs agree": table}
     figure = weights_figure(readers, task.pairs, 16)
     report.publish(out, "demo", "A look-up", tables, runs, dict(seed=seed), figure)
+    maps_figure(readers["diff"], task.pairs).savefig(out / "maps.png")
 
 
 def main(argv=None):
