@@ -759,7 +759,7 @@ def maps_figure(reader, N):
         ax.grid(False)
         ax.set_ylabel(name, rotation=0, ha="right", va="center")
     figure.supylabel(f"{QUERIES} questions", fontsize=18)
-    figure.supxlabel(f"{N} pairs, and last those that are asked for", fontsize=18)
+    figure.supxlabel(f"{N} pairs (those that are asked for come last)", fontsize=18)
     bar = figure.colorbar(image, ax=list(axes), shrink=0.6, pad=0.02, ticks=[-0.05, 0, 0.05])
     bar.set_label("weight", fontsize=18)
     return figure
