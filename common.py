@@ -293,7 +293,10 @@ def locked(folder):
     """
     from filelock import FileLock, Timeout
 
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise UserError(f"{folder} can't be a folder: there is a file of that name") from None
     lock = folder / "lock"
     try:
         with FileLock(lock, timeout=0):

@@ -34,8 +34,8 @@ The next part computes four of the arms in the simplest way. All that follows ma
 puts a GPT around them. Letters in the comments on shapes:
 
     B batch, T time (tokens), C channels (n_embd)
-    H heads of queries, each with a map of its own, d channels each
-    h heads of values, d_v channels each: h = H, or H/2 where two queries share a value
+    H maps, each with queries of its own, d channels each
+    h heads of values, d_v channels each: h = H, or H/2 where two maps share a value
 """
 import hashlib
 import math
@@ -76,8 +76,8 @@ def softmax_map(q, k, log_D):
 def linear_map(q, k, rope, log_D):
     """A_ij = (R_i q_i) . (R_j k_j) D_ij / z_i, (B, H, T, T). q, k (B, H, T, d) are features, phi.
 
-    Only the numerator is rotated, so z is a sum of positive numbers and never 0 (RoFormer, arXiv
-    2104.09864, Section 3.3). But entries of the map may be negative, and a row need not sum to 1.
+    Only the numerator is rotated, so z is a sum of positive numbers (RoFormer, arXiv 2104.09864,
+    Section 3.3). But entries of the map may be negative, and a row need not sum to 1.
     """
     D = log_D.exp()
     z = (upcast(q @ k.mT) * D).sum(-1, keepdim=True) + ROW_SUM_EPS  # (B, H, T, 1)
@@ -192,7 +192,7 @@ class Attention(nn.Module):
     https://github.com/microsoft/unilm/tree/master/Diff-Transformer
     """
 
-    branches = 1  # maps for each head of values
+    branches = 1  # heads of queries for each head of values
     heads_per_value = 1  # n_head / number of heads of values
     subln_by_default = False
     fixed_state = False  # whether the state has the same size for any number of tokens
@@ -247,7 +247,7 @@ class Attention(nn.Module):
     def output(self, y):
         """The outputs of the heads, y (B, h, T, d_v), side by side and projected: (B, T, C)."""
         if self.subln is not None:
-            # nn.RMSNorm wants its input in the dtype of its weight
+            # in the dtype of the weight. Else nn.RMSNorm warns, and takes a slower path
             y = self.subln(y.type_as(self.subln.weight))
             # Eq. 3. The paper's reason for the factor: gradients then flow as in a Transformer with
             # one map, so that its settings can be kept
@@ -270,7 +270,7 @@ class Attention(nn.Module):
     def subtract(self, y, lam):
         """Eq. 1, of maps or of outputs: branch 1 minus lambda times branch 2, (B, h, ...)."""
         if lam is None:
-            return y  # there is one branch
+            return y  # there is nothing to subtract
         y = upcast(y)  # a difference of two nearly equal numbers
         return y[:, 0::2] - lam * y[:, 1::2]
 
@@ -304,7 +304,7 @@ class Attention(nn.Module):
     # decay
 
     def decay_rate(self, x):
-        """-log gamma = 1/span of each map, (H, 1, 1), in x's precision. Without decay it is 0.
+        """-log gamma = 1/span of each map, (H, 1, 1), in float32 or wider. Without decay it is 0.
 
         With decay the mask is D_ij = gamma^(i - j), so that a head forgets: after `span` tokens a
         weight has faded to 1/e. The spans of the h heads go from 4 tokens to 2 block_size, evenly
@@ -554,7 +554,7 @@ class DiffV2(Softmax):
         self.lambda_proj = nn.Linear(self.config.n_embd, self.config.n_head, bias=False)
 
     def project(self, x):
-        """lambda is (B, H, T, 1), between 0 and 1. It starts near 1/2."""
+        """lambda is (B, h, T, 1), between 0 and 1. It starts near 1/2."""
         q, k, v, _ = super().project(x)
         # both queries of a head meet the same key. We store each key twice: that is simple, and the
         # cache of the keys is twice as large as it has to be
@@ -563,45 +563,44 @@ class DiffV2(Softmax):
         return q, k, v, lam
 
 
-class SoftmaxAverage(Softmax):
+class Average:
     """A - lambda U, one map minus the average. A control: what does a minus do by itself?
 
     U is the map that ignores its query: D over its row sums, so that U V is the mean of the values
-    so far. A query of zeros makes such a map, and so this is a difference whose second query is 0.
+    so far. lambda is one learned number.
+    """
+
+    def make_lambda(self, depth):
+        self.lambda_average = nn.Parameter(torch.tensor(0.2))
+
+    def lambda_full(self):
+        return self.lambda_average
+
+
+class SoftmaxAverage(Average, Softmax):
+    """A query of zeros makes the map U, so this is a difference whose second query is 0.
+
     It is the plainest way, and not the fastest: the README has the running mean in three lines.
     """
 
     branches = 2
 
-    def make_lambda(self, depth):
-        self.lambda_average = nn.Parameter(torch.tensor(0.2))
-
-    def lambda_full(self):
-        return self.lambda_average
-
     def project(self, x):
         q, k, v, lam = super().project(x)
-        q = torch.stack((q, torch.zeros_like(q)), dim=2).flatten(1, 2)  # (B, 2H, T, d)
+        q = torch.stack((q, torch.zeros_like(q)), dim=2).flatten(1, 2)  # (B, H, T, d), H = 2h
         return q, k.repeat_interleave(2, dim=1), v, lam
 
 
-class LinearAverage(Linear):
-    """A - lambda U, a linear map minus the average. In the fold it is one more feature.
+class LinearAverage(Average, Linear):
+    """In the fold U is one more feature: the query has -lambda / n there, and every key has 1.
 
-    There the query has -lambda / n, and every key has 1. n is the sum of row i of D: without decay
-    it is the number of tokens so far.
+    n is the sum of row i of D: without decay it is the number of tokens so far.
     """
-
-    def make_lambda(self, depth):
-        self.lambda_average = nn.Parameter(torch.tensor(0.2))
-
-    def lambda_full(self):
-        return self.lambda_average
 
     def maps(self, q, k, rope, log_D):
         A = super().maps(q, k, rope, log_D)
         U = F.softmax(log_D, dim=-1).expand_as(A)  # D over its row sums
-        return torch.stack((A, U), dim=2).flatten(1, 2)  # (B, 2H, T, T): two branches
+        return torch.stack((A, U), dim=2).flatten(1, 2)  # (B, 2h, T, T)
 
     def fold_q(self, q, lam, rope):
         n = (rope.position + 1).to(q.dtype)[:, None]  # (T, 1)
@@ -711,6 +710,8 @@ class GPTConfig:
             problem = "finite"
         elif f.name == "rope_theta" and value < 0:
             problem = "0 or more"
+        elif f.name == "lambda_init" and value is not None and value >= 1:
+            problem = "below 1"  # or the factor of Eq. 3 would be 0
         elif f.name == "embd_init" and value is not None and value <= 0:
             problem = "above 0"
         elif value not in f.metadata.get("choices", [value]):
@@ -1083,7 +1084,7 @@ def next_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     temperature = max(temperature, 1e-6)  # with less the logits would overflow
     probs = F.softmax(upcast(logits) / temperature, dim=-1)
     if top_k is None and top_p is None:
-        return draw(probs, generator)
+        return torch.multinomial(probs, 1, generator=generator)
 
     # the likeliest tokens first. Then set the others to 0
     probs, tokens = probs.sort(descending=True)
@@ -1093,17 +1094,8 @@ def next_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
         total = probs.cumsum(-1)
         before = total - probs  # the probability of all likelier tokens together
         probs[before >= top_p * total[:, -1:]] = 0
-    return tokens.gather(-1, draw(probs, generator))  # probs need not sum to 1
-
-
-def draw(probs, generator):
-    """A column drawn from each row of probs, (B, 1) int64. They are weights of any sum.
-
-    If E is exponential noise, p / E is largest in column i with probability p_i / (sum of p). So
-    does torch.multinomial for one draw, but its checks wait for the GPU.
-    """
-    noise = torch.empty_like(probs).exponential_(generator=generator)
-    return (probs / noise).argmax(-1, keepdim=True)
+    choice = torch.multinomial(probs, 1, generator=generator)  # probs need not sum to 1
+    return tokens.gather(-1, choice)
 
 
 def round_to_bf16(model):
@@ -1198,7 +1190,8 @@ def compare_forms(config, T=100):
         rope = make_rope(torch.tensor([t]), config, x.dtype)
         rows.append(layer.step(x[:, t : t + 1], rope, state))
     others["steps"] = torch.cat(rows, dim=1)
-    return {name: ((y - of).abs().max() / y.abs().max()).item() for name, of in others.items()}
+    largest = y.abs().max().clamp(min=1e-12)  # with subln_init=0 all outputs are 0
+    return {name: ((y - of).abs().max() / largest).item() for name, of in others.items()}
 
 
 def check_forms(config):

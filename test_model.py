@@ -237,6 +237,16 @@ def test_phi_keeps_its_tail_in_bf16():
     assert slope.tolist() == pytest.approx([math.exp(-20), math.exp(-7.5), 1, 1], rel=1e-2)
 
 
+@each_arm
+def test_a_model_whose_weights_are_all_bf16_runs(attn):
+    """lambda and the norms make float32 of an output, and the projection has to take it."""
+    model = tiny_model(attn, subln=True).bfloat16()
+    idx = random_tokens(1, 10)
+    logits, _ = model(idx)
+    assert logits.dtype == torch.bfloat16 and logits.isfinite().all()
+    assert len(generated(model, idx, 3, temperature=0)[0]) == 3
+
+
 def errors_of_forms(attn, T=200, dtype=torch.bfloat16, device="cpu", **overrides):
     """Relative errors against the map in float64: of steps, map, fast form, and the gradients of
     the fast form.
@@ -330,6 +340,7 @@ def test_weights_are_rounded_to_bf16_and_lambdas_are_not():
         ("decay", "no", "decay must be of type bool, not 'no'"),
         ("embd_init", math.nan, "embd_init must be finite, not nan"),
         ("embd_init", 0, "embd_init must be above 0, not 0"),
+        ("lambda_init", 1.0, "lambda_init must be below 1, not 1.0"),
         ("rope_theta", -1.0, "rope_theta must be 0 or more, not -1.0"),
         ("kernel", "triton", "kernel must be sdpa or flash_attn, not 'triton'"),
     ],
@@ -409,7 +420,7 @@ def test_a_new_model_guesses_and_everything_in_it_learns(attn, decay):
 # ---- compiling and sampling
 
 
-def test_compiles_to_one_graph_for_any_length():
+def test_compiles_without_a_break_in_the_graph():
     torch._dynamo.reset()
     model = tiny_model("diff_linear", n_layer=1, decay=True)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -197,7 +197,7 @@ def make_optimizer(model, lr, weight_decay):
 
 
 def autocast(config):
-    """Matmuls in bf16, if config.dtype says so. Weights, norms and long sums stay in float32."""
+    """Matmuls in bf16, if config.dtype says so. Weights and norms stay in float32."""
     return torch.autocast(config.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
 
 
@@ -268,7 +268,9 @@ def sample_text(model, config, tokenizer, max_new_tokens=40):
 
 
 # bf16 FLOP/s without sparsity, from NVIDIA's data sheets. The first name that fits a card counts
-PEAK = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
+PEAK = {
+    "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12
+}
 
 
 def flops_per_token(model):
@@ -460,8 +462,7 @@ def main(argv=None):
     infos = []
     for config in configs:  # before the first one is trained
         config.vocab_size = get_tokenizer(tokenizer).n_vocab
-        if not is_ours(config.attn):
-            check_forms(config.model_config())
+        check_forms(config.model_config())
         infos.append(make_info(config, about, tokenizer))
         check_folder(config, infos[-1])
     losses = []
@@ -474,14 +475,9 @@ def main(argv=None):
 
     folders = [shlex.quote(str(config.out)) for config in configs]
     print0(f"\ncompare runs:    python bench.py loss {' '.join(folders)}")
-    if is_ours(configs[-1].attn):  # sample.py alone knows no other arm
+    if ATTENTION[config.attn].__module__ == "model":  # sample.py knows no arm of another file
         print0(f"sample from it:  python sample.py --ckpt={folders[-1]}")
     return losses
-
-
-def is_ours(attn):
-    """Whether an arm is one of model.py, and not one that another file put into ATTENTION."""
-    return ATTENTION[attn].__module__ == "model"
 
 
 def run():

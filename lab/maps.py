@@ -24,7 +24,7 @@ import train
 from common import UserError, cli, find_checkpoint, number, path, pick_device, positive
 from data import get_tokenizer, load_data
 from lab import report
-from model import GPT, ROW_SUM_EPS, LinearAverage, Softmax, SoftmaxAverage
+from model import GPT, ROW_SUM_EPS, Average, LinearAverage, Softmax
 from model import distances, log_mask, rotate, upcast
 
 TOKENS = 32_768  # of val, for the outliers
@@ -88,7 +88,7 @@ def attention_maps(model, idx):
         if branches.shape == A.shape:  # nothing is subtracted
             shown = [A[0]]
             names = ["A"]
-        elif isinstance(layer, (SoftmaxAverage, LinearAverage)):
+        elif isinstance(layer, Average):
             names = ["A", "U", "A - λ U"]
         found.append({name: maps.cpu() for name, maps in zip(names, shown)})
     return found

@@ -97,6 +97,7 @@ def test_the_rate_goes_up_to_its_peak_and_down_to_0():
     ("sample.py", "no checkpoint under out/: python train.py --attn=diff makes one"),
     ("sample.py --top_p=1.5 --ckpt=bare", "top_p must be above 0 and at most 1"),
     ("train.py --out=bare", "bare/ckpt.pt is not of train.py: take another --out"),
+    ("train.py --out=short.txt", "short.txt can't be a folder: there is a file of that name"),
 ])
 def test_what_is_refused_and_in_which_words(command, says, monkeypatch, capsys):
     Path("short.txt").write_text("too short")
