@@ -267,6 +267,12 @@ def sample_text(model, config, tokenizer, max_new_tokens=40):
     return PROMPT + enc.decode(tokens, errors="replace")
 
 
+def lambdas_of(model):
+    """lambda of each layer, or None where it is not one number a layer."""
+    lambdas = [block.attn.lambda_full() for block in model.blocks]
+    return None if lambdas[0] is None else [x.item() for x in lambdas]
+
+
 # bf16 FLOP/s without sparsity, from NVIDIA's data sheets. The first name that fits a card counts
 PEAK = {
     "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12
@@ -347,6 +353,12 @@ def show(record, config):
         print0(f"      {record['sample']!r}")
 
 
+def not_finite(record):
+    """What of a record is inf or NaN, like "train_loss nan", or an empty string."""
+    numbers = {name: x for name, x in record.items() if isinstance(x, float)}
+    return ", ".join(f"{name} {x}" for name, x in numbers.items() if not math.isfinite(x))
+
+
 def train_one(config, train, val, info, rank, world, check_lock):
     """Trains one run, from its seed or from where it stopped. Returns its last val loss, or inf.
 
@@ -394,15 +406,11 @@ def train_one(config, train, val, info, rank, world, check_lock):
                 record["mfu"] = record["tok_per_s"] / full_speed if full_speed else None
             if evaluate_now:
                 record["val_loss"] = evaluate(compiled, val, config, rank, world)
-                lambdas = [block.attn.lambda_full() for block in raw_model.blocks]
-                record["lambda"] = None if lambdas[0] is None else [x.item() for x in lambdas]
+                record["lambda"] = lambdas_of(raw_model)
                 if step > 0:
                     record["sample"] = sample_text(raw_model, config, info["tokenizer"])
-
-            # a model that is not finite does not recover, and must not replace the checkpoint
-            numbers = {name: x for name, x in record.items() if isinstance(x, float)}
-            bad = ", ".join(f"{name} {x}" for name, x in numbers.items() if not math.isfinite(x))
-            if bad:
+            bad = not_finite(record)
+            if bad:  # such a model does not recover, and must not replace the checkpoint
                 record = dict(step=step, tokens=record["tokens"], diverged=bad)
             if rank == 0:
                 save(record, config, raw_model, optimizer, info, check_lock)
