@@ -534,12 +534,12 @@ class DiffV2(Softmax):
     The second version of the paper's authors: https://huggingface.co/blog/microsoft/diff-attn-v2, a
     blog post of January 2026. It differs from Diff in this:
 
-    - Keys and values are softmax's, H heads of d channels. Each head gets a second query, so q_proj
+    - Keys and values are softmax's, h heads of d channels. Each head gets a second query, so q_proj
       is C x 2C. The queries 2n and 2n+1 are the branches of head n.
     - Each token and head has a lambda of its own, and lambda_init is not used.
     - There is no norm on the heads' output (subln=True adds one), and no factor behind it.
 
-    So a layer has C^2 + C H parameters more than softmax's, and its MLP is narrower for it.
+    So a layer has C^2 + C h parameters more than softmax's, and its MLP is narrower for it.
     """
 
     branches = 2
@@ -1174,9 +1174,10 @@ def compare_forms(config, T=100):
     output. "map" is missing for a class without maps.
     """
     config = replace(config, kernel="sdpa")  # we compare on the CPU, where flash-attn does not run
-    torch.manual_seed(0)
-    layer = ATTENTION[config.attn](config, depth=0).eval()
-    x = 3 * torch.randn(1, T, config.n_embd)  # so large that the maps are not flat
+    with torch.random.fork_rng(devices=[]):  # a run must not depend on what is drawn here
+        torch.manual_seed(0)
+        layer = ATTENTION[config.attn](config, depth=0).eval()
+        x = 3 * torch.randn(1, T, config.n_embd)  # so large that the maps are not flat
     rope = make_rope(torch.arange(T), config, x.dtype)
     y = layer(x)
     others = {}

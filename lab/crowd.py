@@ -328,8 +328,8 @@ PRIMARY = [NONE, condition("lookup", "average", 0.5), condition("lookup", "loude
 # the primary contrast was known, in which louder does harm)
 QUIETER = condition("lookup", "louder", -0.5)
 OTHERS = []
-for heads in ("sharp", "blunt", "random", "all"):
-    OTHERS += [condition(heads, "average", 0.5), condition(heads, "louder", 0.5)]
+for name in ("sharp", "blunt", "random", "all"):
+    OTHERS += [condition(name, "average", 0.5), condition(name, "louder", 0.5)]
 OTHERS += [condition("lookup", "average", strength) for strength in (0.25, 0.75, 1)]
 OTHERS += [condition("lookup", "louder", strength) for strength in (-0.25, 0.25, 0.75, 1)]
 OTHERS += [condition("lookup", "average_kept_sum", strength) for strength in (0.25, 0.5)]
@@ -553,14 +553,16 @@ def votes_table(votes, heads):
 
 def wants_table(rows):
     """What trained numbers gain on the held-out half, by sequence, the mean of the orders."""
-    runs = {}
+    runs = {}  # {(text, numbers): {order: row}}: two processes may have trained the same
     for row in rows:
         if row["what"] == "wants":
-            runs.setdefault((row["text"], " and ".join(row["numbers"])), []).append(row)
+            by_order = runs.setdefault((row["text"], " and ".join(row["numbers"])), {})
+            by_order[row["order"]] = row
     gains = {}
     lines = []
-    for (text, numbers), group in runs.items():
-        base = runs[text, ""][0]
+    for (text, numbers), by_order in runs.items():
+        group = list(by_order.values())
+        base = runs[text, ""][0]  # as the model is, where there is no order
         gained = np.array(base["losses"]) - [row["losses"] for row in group]  # (orders, sequences)
         gains[text, numbers] = gained.mean(0)
         line = {"text": text, "numbers": numbers, "orders": len(group)}
