@@ -273,10 +273,9 @@ def lambdas_of(model):
     return None if lambdas[0] is None else [x.item() for x in lambdas]
 
 
-# bf16 FLOP/s without sparsity, from NVIDIA's data sheets. The first name that fits a card counts
-PEAK = {
-    "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12
-}
+# bf16 FLOP/s without sparsity, from NVIDIA's data sheets, by what is in a card's name. Of H100s the
+# one with HBM3 is the SXM card. Another card has no MFU
+PEAK = {"H100 80GB HBM3": 989e12, "H100 PCIe": 756e12, "H200": 989e12, "A100": 312e12}
 
 
 def flops_per_token(model):
