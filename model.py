@@ -1163,7 +1163,7 @@ def read_checkpoint(path):
 
 
 # -----------------------------------------------------------------------------
-# a look at all of it: python model.py
+# do the three forms agree?
 
 
 @torch.no_grad()
@@ -1205,28 +1205,3 @@ def check_forms(config):
                 "to change the others, too. Attention has slow ones that fit any maps: "
                 "fast = Attention.fast, and so for prefill and step"
             )
-
-
-def demo():
-    """The README's five tokens in numbers, and for each arm how well its three forms agree."""
-    A_1 = F.softmax(torch.tensor([1.0, 2.0, 1.0, 1.0, 1.0]), dim=-1)
-    A_2 = F.softmax(torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0]), dim=-1)
-    U = torch.full((5,), 1 / 5)
-    print("what the last of five tokens takes from each. Only the second one matters")
-    rows = {"A_1": A_1, "A_2": A_2, "A_1 - 0.6 A_2": A_1 - 0.6 * A_2}
-    rows |= {"U, the average": U, "A_1 - 0.7 U": A_1 - 0.7 * U}
-    for name, row in rows.items():
-        share = row[1].abs() / row.abs().sum()
-        numbers = "".join(f"{a:8.3f}" for a in row)
-        print(f"{name:16}{numbers}   the second one has {share:.0%} of the weight")
-
-    print("\nthe largest difference of the fast form from the others, in float32")
-    for attn, kind in ATTENTION.items():
-        if kind.__module__ != __name__:
-            continue  # an arm of another file
-        error = compare_forms(GPTConfig(attn, n_head=4, n_embd=64))
-        print(f"{attn:16} map {error['map']:.0e}   steps {error['steps']:.0e}")
-
-
-if __name__ == "__main__":
-    demo()
