@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from data import SHARDS, get_tokenizer, load_data
-from model import ATTENTION, GPT, GPTConfig, check_forms, read_checkpoint
+from model import ATTENTION, GPT, GPTConfig, check_forms
 
 PROMPT = "Once upon a time"  # what a sample at each evaluation starts with
 
@@ -289,27 +289,23 @@ def flops_per_token(model):
 # a run
 
 
-def make_info(config, about, tokenizer):
-    """All that is known of a run before it begins: the first line of its log."""
-    info = asdict(config) | about | dict(tokenizer=tokenizer, date=time.strftime("%Y-%m-%d"))
-    info |= dict(device_name=device_name(config.device), commit=commit())
-    info |= dict(torch=torch.__version__, python=platform.python_version())
-    return json.loads(json.dumps(info, default=str))  # paths and devices turn into their names
+def load_run(config, info):
+    """The model of the run in the folder, or None if there is no run.
 
-
-def check_folder(config, info):
-    """UserError if the folder of a run holds another one."""
+    info: the first line of the log, as this command would write it. UserError if the folder holds
+    another run.
+    """
     path = config.out / "ckpt.pt"
     log = config.out / "log.jsonl"
     if config.restart:
-        return
-    if log.exists() and not path.exists():
-        raise UserError(f"{log} is there, but its ckpt.pt is not: --restart discards the log")
+        return None
     if not path.exists():
-        return
-    checkpoint = read_checkpoint(path)
-    there = checkpoint.get("run")
-    if not isinstance(there, dict) or not {"step", "val_loss", "optimizer"} <= checkpoint.keys():
+        if log.exists():
+            raise UserError(f"{log} is there, but its ckpt.pt is not: --restart discards the log")
+        return None
+    model = GPT.load(path, config.device, flash=config.flash, kernel=config.kernel).train()
+    there = model.extra.get("run")
+    if not isinstance(there, dict) or not {"step", "val_loss", "optimizer"} <= model.extra.keys():
         raise UserError(f"{path} is not of train.py: take another --out, or --restart discards it")
     differences = []
     for name in [*IDENTITY, "data_sha256"]:
@@ -318,17 +314,7 @@ def check_folder(config, info):
     if differences:
         remedy = "Take another --out, or --restart discards that run"
         raise UserError(f"{config.out} is another run's: {', '.join(differences)}. {remedy}")
-
-
-def load_or_make(config):
-    """(model, step): those of the checkpoint in the folder, or a new model and None."""
-    path = config.out / "ckpt.pt"
-    if config.restart or not path.exists():
-        return GPT(config.model_config(), config.seed).to(config.device), None
-    model = GPT.load(path, config.device, flash=config.flash, kernel=config.kernel).train()
-    # a checkpoint of step 0 has what the seed gives. We begin anew from it, because a kill may have
-    # come between it and the log
-    return model, model.extra["step"] or None
+    return model
 
 
 def show(record, config):
@@ -363,7 +349,13 @@ def train_one(config, train, val, info, rank, world, check_lock):
 
     train, val: the data. info: the first line of the log. check_lock: what locked() yields.
     """
-    raw_model, start = load_or_make(config)
+    # the folder was looked at before, but another program may have written there since
+    raw_model = load_run(config, info)
+    if raw_model is None:
+        raw_model = GPT(config.model_config(), config.seed).to(config.device)
+    # a checkpoint of step 0 has what the seed gives. We begin anew from it, because a kill may have
+    # come between it and the log
+    start = raw_model.extra.get("step") or None
     parameters = sum(p.numel() for p in raw_model.parameters())
     info["parameters"] = parameters
     work = f"{config.steps} steps of {config.total_batch:,} tokens"
@@ -466,16 +458,19 @@ def main(argv=None):
         least = f"more than {config.total_batch:,} to train on and {config.block_size:,} val"
         raise UserError(f"{about['data']} is too short: a run needs {least}")
 
-    infos = []
-    for config in configs:  # before the first one is trained
+    about |= dict(tokenizer=tokenizer, date=time.strftime("%Y-%m-%d"), commit=commit())
+    about |= dict(device_name=device_name(config.device), torch=torch.__version__)
+    about |= dict(python=platform.python_version())
+    infos = []  # the first lines of the logs: all that is known of a run before it begins
+    for config in configs:
         config.vocab_size = get_tokenizer(tokenizer).n_vocab
         check_forms(config.model_config())
-        infos.append(make_info(config, about, tokenizer))
-        check_folder(config, infos[-1])
+        # paths and devices turn into their names
+        infos.append(json.loads(json.dumps(asdict(config) | about, default=str)))
+        load_run(config, infos[-1])  # refuse a folder now, and not after hours of another arm
     losses = []
     for config, info in zip(configs, infos):
         with locked(config.out) if rank == 0 else nullcontext() as check_lock:
-            check_folder(config, info)  # again: another program may have been there since
             losses.append(train_one(config, train, val, info, rank, world, check_lock))
     if world > 1:
         dist.destroy_process_group()
