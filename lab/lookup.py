@@ -185,13 +185,14 @@ ARMS = {
     "softmax minus average": model.SoftmaxAverage,
     "diff": model.Diff,
     "softmax minus own": OwnValue,
+    "diff_v2": model.DiffV2,
     "linear": model.Linear,
     "linear sum": summed(model.DiffLinear),
     "linear minus average": model.LinearAverage,
     "diff_linear": model.DiffLinear,
 }
 SOFTMAX = list(ARMS)[:4]
-LINEAR = list(ARMS)[5:]
+LINEAR = list(ARMS)[6:]
 
 # -----------------------------------------------------------------------------
 # the model
@@ -221,13 +222,6 @@ class Reader(model.GPT):
         self.task = task
         self.held_lambda = held_lambda
 
-    def get_lambda(self):
-        """None where nothing is subtracted."""
-        learned = self.blocks[0].attn.lambda_full()
-        if self.held_lambda is None:
-            return learned
-        return torch.full_like(learned, self.held_lambda)
-
     def tokens(self, texts):
         """The embedded texts, (B, T, C): a token for each pair, or two, and one for each query."""
         order = texts.rank.argsort(-1)  # which pair stands at each place
@@ -243,15 +237,16 @@ class Reader(model.GPT):
         return key + value
 
     def maps(self, x):
-        """The last rows of the maps, (B, H, QUERIES, T), and the values of all tokens.
+        """The last rows of the maps, (B, H, QUERIES, T), the values of all tokens, and lambda.
 
-        x (B, T, C) are the tokens, and the values V (B, h, T, d_v).
+        x (B, T, C) are the tokens, and the values V (B, h, T, d_v). lambda is None where nothing is
+        subtracted.
         """
         layer = self.blocks[0].attn
         x = self.blocks[0].norm1(x)
         if self.task.two_tokens:
             x = shift(x)
-        q, k, v, _ = layer.project(x)
+        q, k, v, lam = layer.project(x)
         q = q[:, :, -QUERIES:]
         if self.task.tau is not None:
             # all queries have one length, and so have all keys: no logit is larger than tau. (The
@@ -262,22 +257,30 @@ class Reader(model.GPT):
         distance = position[-QUERIES:, None] - position  # (QUERIES, T)
         log_D = model.log_mask(layer.decay_rate(q), distance)
         rope = model.make_rope(position[:1], layer.config, x.dtype)  # it turns nothing: theta is 0
-        return layer.maps(q, k, rope, log_D), v
+        if lam is not None and lam.ndim > 0:
+            lam = lam[:, :, -QUERIES:]  # in DIFF V2 each token has its own
+        if self.held_lambda is not None:
+            lam = torch.full_like(lam, self.held_lambda)
+        return layer.maps(q, k, rope, log_D), v, lam
 
     def look_up(self, x):
         """What the queries take from each token, (B, h, QUERIES, T), and the values."""
-        maps, v = self.maps(x)
-        return self.blocks[0].attn.subtract(maps, self.get_lambda()), v
+        maps, v, lam = self.maps(x)
+        return self.blocks[0].attn.subtract(maps, lam), v
 
     def read(self, texts, lambdas):
-        """The logits of the values at the queries, (B, QUERIES, values), for each lambda."""
+        """The logits of the values at the queries, (B, QUERIES, values), for each lambda.
+
+        A lambda of None is the model's own.
+        """
         block = self.blocks[0]
         x = self.tokens(texts)
-        maps, v = self.maps(x)
+        maps, v, own = self.maps(x)
         first = self.task.keys  # the row of the first value
         found = []
         for lam in lambdas:
-            y = x[:, -QUERIES:] + block.attn.output(block.attn.subtract(maps, lam) @ v)
+            A = block.attn.subtract(maps, own if lam is None else lam)
+            y = x[:, -QUERIES:] + block.attn.output(A @ v)
             y = y + block.mlp(block.norm2(y))
             # the embedding is also the output layer, as in the GPT, but only values can be answers
             found.append(self.norm(y) @ self.wte.weight[first : first + self.task.values].T)
@@ -285,14 +288,20 @@ class Reader(model.GPT):
 
     def forward(self, texts):
         """The logits with the model's own lambda, (B, QUERIES, values)."""
-        return self.read(texts, [self.get_lambda()])[0]
+        return self.read(texts, [None])[0]
 
 
 def with_lambda(reader, number):
-    """The same weights with lambda held at a number. One map is then read minus the average."""
-    arm = reader.arm + (" minus average" if reader.arm in ("softmax", "linear") else "")
+    """The same weights with lambda held at a number, or as learned if it is None.
+
+    One map is then read minus the average. Its own lambda is 0.
+    """
+    one_map = reader.arm in ("softmax", "linear")
+    arm = reader.arm + (" minus average" if one_map else "")
     held = Reader(arm, reader.task, seed=None, held_lambda=number)
-    held.load_state_dict(reader.state_dict(), strict=False)  # one map has no lambda to load
+    held.load_state_dict(reader.state_dict(), strict=not one_map)
+    if one_map:
+        nn.init.zeros_(held.blocks[0].attn.lambda_average)
     return held
 
 
@@ -351,11 +360,10 @@ def test_lambdas(reader, extra):
     """A row for each lambda: right answers by test, and how often the answer is a crowd's value.
 
     A test is a crowd of "16" of the pairs, or "+256" pairs more, whose values are as `extra` says,
-    see make_texts. One map is read minus the average, its own lambda is 0.
+    see make_texts. One map is read minus the average, see with_lambda.
     """
     task = reader.task
-    lam = reader.get_lambda()
-    lambdas = {"learned": 0.0 if lam is None else lam, 0: 0.0, 0.9: 0.9, 1: 1.0}
+    lambdas = {"learned": None, 0: 0.0, 0.9: 0.9, 1: 1.0}
     rows = [dict(lambda_test=name, extra=extra, accuracy={}, said_crowd={}) for name in lambdas]
     tests = [(str(m), m, 0, TEST_TEXTS) for m in crowds(task.pairs, reader.arm)]
     tests += [(f"+{more}", 0, more, LONG_TEXTS) for more in LONG_CROWDS]
@@ -395,31 +403,34 @@ def weights_of_pairs(reader, texts):
 
 @torch.no_grad()
 def weights_in_training(reader):
-    """(r, c, n): the first map's mean weight on the right and on a wrong pair, and its tokens.
+    """r, c, n and lambda: the first map's mean weight on the right and on a wrong pair, its tokens.
 
+    lambda is the mean over the queries, or None if nothing is subtracted.
     They are those of texts without a crowd, as long as those of the training. Where their length
     varies there, they are as long as those of the tests.
     """
     task = reader.task
     N = task.train_pairs if isinstance(task.train_pairs, int) else task.pairs
     texts = test_texts(N, B=64, keys=task.keys, values=task.values)
-    maps, _ = reader.maps(reader.tokens(texts))
+    maps, _, lam = reader.maps(reader.tokens(texts))
     weights = of_pairs(maps[:, :1], texts, task.two_tokens)  # (B, 1, QUERIES, N)
     right = weights[..., -QUERIES:].diagonal(dim1=-2, dim2=-1)
     wrong = weights.sum() - right.sum()
     c = wrong / (weights.numel() - right.numel())
     tokens = 2 * N if task.two_tokens else N
-    return right.mean().item(), c.item(), tokens + (1 + QUERIES) / 2  # a query sees those before it
+    return {
+        "r": right.mean().item(),
+        "c": c.item(),
+        "n": tokens + (1 + QUERIES) / 2,  # a query sees those before it
+        "lambda": None if lam is None else lam.mean().item(),
+    }
 
 
 def train_and_test(arm, task, lr, seed):
     """A trained Reader, and the JSON row of its run with the row of each test in `tests`."""
     start = time.process_time()  # of this process, whatever else the machine does
     reader, curve = train_reader(arm, task, lr, seed)
-    lam = reader.get_lambda()
-    row = dict(arm=arm, **asdict(task), lr=lr, seed=seed)
-    row |= {"lambda": None if lam is None else lam.item()}
-    row["r"], row["c"], row["n"] = weights_in_training(reader)
+    row = dict(arm=arm, **asdict(task), lr=lr, seed=seed) | weights_in_training(reader)
     N = task.pairs
     row |= dict(accuracy_hidden={}, losses={})
     for m in crowds(N, arm):
@@ -451,6 +462,7 @@ MINUS = ["softmax minus average", "diff"]
 EXPERIMENTS = {
     "softmax": [
         *[(softmax_task(tau), SOFTMAX) for tau in (*TAUS, None)],
+        *[(softmax_task(tau), ["diff_v2"]) for tau in (2.0, None)],
         *[(softmax_task(2.0, heads), ["softmax"]) for heads in (2, 4)],
         *[(softmax_task(tau, lambda_is="1"), MINUS) for tau in (2.0, 3.5, None)],
     ],
@@ -748,7 +760,7 @@ def maps_figure(reader, N):
     """
     texts = test_texts(N, B=1)
     with torch.no_grad():
-        branches, _ = reader.maps(reader.tokens(texts))
+        branches, _, _ = reader.maps(reader.tokens(texts))
         A, _ = reader.look_up(reader.tokens(texts))
     rows = of_pairs(torch.cat((branches, A), dim=1), texts, reader.task.two_tokens)[0]
     largest = rows.max().item()

@@ -74,7 +74,7 @@ def logits_of(reader):
     logits = {}
     for name, m in dict(plain=0, crowd=RIGHT).items():
         texts = texts_with(m, EXAMPLES)
-        maps, _ = reader.maps(reader.tokens(texts))
+        maps, _, _ = reader.maps(reader.tokens(texts))
         rows = maps[:, :, 0, : N + 1]  # (EXAMPLES, maps, N + 1): the first query sees no other one
         place = texts.rank.argsort(-1).argsort(-1)  # where each pair stands
         row = torch.log(rows / rows[..., N:])
@@ -136,7 +136,7 @@ def collect(readers, steps, B=TEXTS):
             logits = logits_of(arms[arm])
             for i, name in enumerate(names):
                 maps[name] = {which: rounded(row[:, i]) for which, row in logits.items()}
-        learned = round(arms["diff"].get_lambda().item(), 3)
+        learned = round(arms["diff"].blocks[0].attn.lambda_full().item(), 3)
         data["models"][cap] = dict(maps=maps, answers=tables, learned=learned)
     return data
 
