@@ -92,8 +92,8 @@ def attention(layer, x, kind):
     """
     T = x.shape[1]
     H = layer.config.n_head
-    rope = make_rope(torch.arange(T), layer.config, x.dtype)
-    log_D = torch.full((T, T), -math.inf).triu(1)  # 0 on and below the diagonal
+    rope = make_rope(torch.arange(T, device=x.device), layer.config, x.dtype)
+    log_D = torch.full((T, T), -math.inf, device=x.device).triu(1)  # 0 on and below the diagonal
     q = layer.q_proj(x).unflatten(-1, (H, -1)).transpose(1, 2)  # (B, H, T, d)
     k = layer.k_proj(x).unflatten(-1, (H, -1)).transpose(1, 2)  # (B, H, T, d)
     if kind in ("softmax", "diff"):

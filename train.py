@@ -353,9 +353,7 @@ def train_one(config, train, val, info, rank, world, check_lock):
     raw_model = load_run(config, info)
     if raw_model is None:
         raw_model = GPT(config.model_config(), config.seed).to(config.device)
-    # a checkpoint of step 0 has what the seed gives. We begin anew from it, because a kill may have
-    # come between it and the log
-    start = raw_model.extra.get("step") or None
+    start = raw_model.extra.get("step", 0)
     parameters = sum(p.numel() for p in raw_model.parameters())
     info["parameters"] = parameters
     work = f"{config.steps} steps of {config.total_batch:,} tokens"
@@ -364,7 +362,7 @@ def train_one(config, train, val, info, rank, world, check_lock):
         print0(f"{config.out}: finished, {config.steps} steps (--restart starts over)")
         return raw_model.extra["val_loss"]
     optimizer = make_optimizer(raw_model, config.lr, config.weight_decay)
-    if start is not None:
+    if start > 0:
         print0(f"goes on after step {start}")
         optimizer.load_state_dict(raw_model.extra.pop("optimizer"))
     compiled = raw_model
@@ -373,18 +371,22 @@ def train_one(config, train, val, info, rank, world, check_lock):
         compiled = torch.compile(raw_model)
     model = DistributedDataParallel(compiled) if world > 1 else compiled
     peak = [flops for card, flops in PEAK.items() if card in info["device_name"]]
-    full_speed = peak[0] * world / flops_per_token(raw_model) if peak else None
+    full_speed = None  # in tokens per second
+    if peak and config.dtype == "bfloat16":
+        full_speed = peak[0] * world / flops_per_token(raw_model)
 
     # at the top of this loop `step` updates are done. Each pass makes one more, and some look first
     # at where we are. loss and grad_norm are those of the last update
     loss = grad_norm = None
-    last_logged = start or 0
+    last_logged = start
     clock = time.perf_counter()
-    for step in range(start or 0, config.steps + 1):
+    for step in range(start, config.steps + 1):
         evaluate_now = step % config.eval_every == 0 or step == config.steps
         # to look at the loss we have to wait for the GPU, so we don't do it every time. The step of
-        # the checkpoint from which we go on is in the log already
-        if step != start and (evaluate_now or step % config.log_every == 0):
+        # the checkpoint from which we go on is in the log already. Of step 0 that is not sure: a
+        # kill may have come between its checkpoint and the log
+        is_new = step > start or step == 0
+        if is_new and (evaluate_now or step % config.log_every == 0):
             record = dict(step=step, tokens=step * config.total_batch)
             if step > 0:
                 if world > 1:

@@ -752,28 +752,41 @@ def weights_figure(readers, N, m):
     return figure
 
 
-def maps_figure(reader, N):
-    """The maps of a difference: what each query takes from the pairs, in the order of drawing.
+def maps_figure(reader, m):
+    """The maps of a difference for one text of which m pairs agree, and what the votes come to.
 
-    So the pairs that are asked for are the last ones. In the text they stand anywhere.
-    reader: a trained one with one differential head.
+    The pairs are in the order of drawing: first those that agree, and last those that are asked
+    for. In the text they stand anywhere. reader: a trained one with one differential head.
     """
-    texts = test_texts(N, B=1)
+    texts = texts_of(reader.task, m, B=1)
     with torch.no_grad():
         branches, _, _ = reader.maps(reader.tokens(texts))
         A, _ = reader.look_up(reader.tokens(texts))
     rows = of_pairs(torch.cat((branches, A), dim=1), texts, reader.task.two_tokens)[0]
+    N = rows.shape[-1]
     largest = rows.max().item()
-    figure, axes = report.new_figure(3, 1, width=9, height=5.5)
-    for ax, name, weights in zip(axes, ("$A_1$", "$A_2$", r"$A_1 - \lambda A_2$"), rows):
-        image = ax.imshow(weights, cmap="PuOr_r", vmin=-largest, vmax=largest, aspect="auto")
+    figure, axes = report.new_figure(3, 2, width=9, height=5, width_ratios=[4, 1])
+    maps, votes = axes[0::2], axes[1::2]
+    for ax, vote, name, weights in zip(maps, votes, ("$A_1$", "$A_2$", r"$A_1 - \lambda A_2$"), rows):
+        ax.imshow(weights, cmap="RdBu", vmin=-largest, vmax=largest, aspect="auto")
         ax.set(xticks=[], yticks=[])
-        ax.grid(False)
+        ax.axvline(m - 0.5, color="black", linewidth=0.8)
         ax.set_ylabel(name, rotation=0, ha="right", va="center")
+        right = weights[:, -QUERIES:].diagonal().mean().item()
+        agree = weights[:, :m].sum(-1).mean().item()
+        vote.bar([0, 1], [agree, right], color=[ORANGE, GREEN])
+        for x, number in enumerate((agree, right)):
+            said = round(number, 2) + 0.0  # 0.0 and not -0.0
+            said = f"{said:.2f}".replace("-", "−")
+            vote.text(x, max(number, 0) + 0.01, said, ha="center", fontsize=15)
+        vote.axhline(0, color="black", linewidth=0.8)
+        vote.set(xticks=[], yticks=[], ylim=(-0.02, 0.32))
+        vote.spines[["left", "bottom"]].set_visible(False)
+    maps[0].set_title(f"{m} wrong pairs agree", loc="left", color=ORANGE)
+    maps[0].set_title("right pairs", loc="right", color=GREEN)
+    votes[0].set_title("votes")
     figure.supylabel(f"{QUERIES} questions", fontsize=18)
-    figure.supxlabel(f"{N} pairs (those that are asked for come last)", fontsize=18)
-    bar = figure.colorbar(image, ax=list(axes), shrink=0.6, pad=0.02, ticks=[-0.05, 0, 0.05])
-    bar.set_label("weight", fontsize=18)
+    maps[2].set_xlabel(f"weight on each of {N} stored pairs")
     return figure
 
 
@@ -829,7 +842,7 @@ def demo(out, seed):
     tables = {"Right answers, by how many of the 64 pairs agree": table}
     figure = weights_figure(readers, task.pairs, 16)
     report.publish(out, "demo", "A look-up", tables, runs, dict(seed=seed), figure)
-    maps_figure(readers["diff"], task.pairs).savefig(out / "maps.png")
+    maps_figure(readers["diff"], 16).savefig(out / "maps.png")
 
 
 def main(argv=None):
