@@ -17,6 +17,7 @@ import math
 import shlex
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 # common first: from then on Ctrl-C ends in one line
@@ -30,8 +31,7 @@ import train
 from data import Shards
 from model import ATTENTION, GPT, ModelError, fix_addresses, make_rope, next_token, round_to_bf16
 
-# -----------------------------------------------------------------------------
-# loss
+# ---- loss
 
 # what makes a run the run it is, but for its arm and its seed
 SETTINGS = [name for name in train.IDENTITY if name not in ("attn", "seed")]
@@ -163,8 +163,7 @@ def loss(args):
     return tables, conditions
 
 
-# -----------------------------------------------------------------------------
-# speed and decode
+# ---- speed and decode
 
 
 def seconds(function):
@@ -273,6 +272,8 @@ def time_all(args):
     if args.verb == "decode":
         parts = {"A token of the sampler": build_decoding}
     preset = train.Config(**train.PRESETS[args.preset])
+    # the tokenizer's, without opening any data
+    preset.vocab_size = {"toy": 257, "gpt2": 50257}[args.preset]
     tables = {}
     for part, build in parts.items():
         tables[part] = []
@@ -280,22 +281,18 @@ def time_all(args):
             print(f"{part}, T = {T:,}", file=sys.stderr)
             # the sampler makes one sequence. A training step has about as many tokens at each T
             B = 1 if args.verb == "decode" else max(1, preset.batch_size * preset.block_size // T)
-            flags = [f"--preset={args.preset}", f"--attn={','.join(args.arms)}"]
-            flags += [f"--block_size={T}", f"--batch_size={B}", f"--total_batch={B * T}"]
-            configs = train.parse(flags + ["--decay" if args.decay else "--no-decay"])
-            for config in configs:  # the tokenizer's, without opening any data
-                config.vocab_size = {"toy": 257, "gpt2": 50257}[args.preset]
+            size = dict(block_size=T, batch_size=B, total_batch=B * T, decay=args.decay)
+            configs = [replace(preset, attn=attn, **size) for attn in args.arms]
             tables[part] += time_arms(build, configs, args.repeats)
 
     config = configs[0]
     conditions = dict(device_name=device_name(config.device), torch=torch.__version__)
-    conditions |= dict(dtype=config.dtype, compiled=config.compile, preset=config.preset)
+    conditions |= dict(dtype=config.dtype, compiled=config.compile, preset=args.preset)
     conditions |= dict(rounds=args.repeats, date=time.strftime("%Y-%m-%d"), commit=commit())
     return tables, conditions
 
 
-# -----------------------------------------------------------------------------
-# the program. A table is a list of dicts, one for a row
+# ---- the program. A table is a list of dicts, one for a row
 
 
 def cell(x):

@@ -21,8 +21,7 @@ class UserError(ValueError):
     """A mistake that a user can mend: cli prints it in one line. (model.py has ModelError.)"""
 
 
-# -----------------------------------------------------------------------------
-# flags
+# ---- flags
 
 
 def flag(default, help, **more):
@@ -36,16 +35,14 @@ def flag(default, help, **more):
 
 def count(text):
     """A whole number from 0 on, which may be written like 1e9. A type for argparse."""
-    try:
-        number = int(text)  # keeps all digits of a long seed. A float would round it
-    except ValueError:
-        number = float(text) if re.fullmatch(r"\d+(\.\d*)?(e\+?\d+)?", text, re.ASCII) else -1
-    if not text.strip().isascii() or "_" in text:
-        number = -1
-    if number < 0 or number == float("inf") or number != int(number):
+    # float() also reads "nan" and "1_0". It makes inf of "1e999", and inf % 1 is nan
+    number = re.fullmatch(r"\d+(\.\d*)?(e\+?\d+)?", text, re.ASCII)
+    if not number or float(text) % 1 != 0:
         right = "a whole number from 0 on, like 12 or 1e9"
         raise argparse.ArgumentTypeError(f"{text!r} is not {right}")
-    return int(number)
+    if text.isdigit():
+        return int(text)  # keeps all digits of a long seed. A float would round it
+    return int(float(text))
 
 
 def positive(text):
@@ -136,8 +133,7 @@ def comma_list(of):
     return parse_list
 
 
-# -----------------------------------------------------------------------------
-# the last line of defence
+# ---- the last line of defence
 
 
 def cli(main):
@@ -167,7 +163,9 @@ def cli(main):
     except tuple(mistakes) as e:
         sys.exit(f"{program}: {' '.join(str(e).split())}")
     except (RuntimeError, MemoryError) as e:
-        if not is_out_of_memory(e):
+        # torch.OutOfMemoryError of a GPU is a RuntimeError, too
+        words = ("out of memory", "can't allocate memory")
+        if isinstance(e, RuntimeError) and not any(word in str(e) for word in words):
             raise
         less = "a smaller --batch_size, --block_size or --num_samples takes less"
         sys.exit(f"{program}: out of memory: {less}")
@@ -184,15 +182,7 @@ def one_line_for_ctrl_c(kind, error, traceback):
 sys.excepthook = one_line_for_ctrl_c
 
 
-def is_out_of_memory(error):
-    if isinstance(error, MemoryError):
-        return True
-    # torch.OutOfMemoryError of a GPU is a RuntimeError, too
-    return "out of memory" in str(error) or "can't allocate memory" in str(error)
-
-
-# -----------------------------------------------------------------------------
-# the machine
+# ---- the machine
 
 
 def processes():
@@ -280,8 +270,7 @@ def commit():
     return found.stdout.strip()
 
 
-# -----------------------------------------------------------------------------
-# the folder of a run: its lock and its log
+# ---- the folder of a run: its lock and its log
 
 
 @contextmanager
@@ -311,8 +300,8 @@ def locked(folder):
         raise UserError(f"another program is writing to {folder}") from None
 
 
-def begin_log(path, *records):
-    """A log with these lines, in the place of whatever was there."""
+def write_json(path, *records):
+    """A file with a record in each line, whole, in the place of whatever was there."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(json.dumps(record) + "\n" for record in records))
     os.replace(temporary, path)

@@ -59,8 +59,7 @@ class ModelError(ValueError):
     """A mistake of whoever uses a model, not of the code. The message says what to do."""
 
 
-# -----------------------------------------------------------------------------
-# the maps. Their helpers phi, rotate, make_rope and upcast stand at the end of this part
+# ---- the maps. Their helpers phi, rotate, make_rope and upcast stand at the end of this part
 
 
 def softmax_map(q, k, log_D):
@@ -165,8 +164,7 @@ def upcast(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-# -----------------------------------------------------------------------------
-# the layers. Each kind of attention is written in three forms, and a test checks that they agree:
+# ---- the layers. Each kind of attention is written in three forms, and a test compares them:
 #
 #     the map         A itself, O(T^2), as above. To look at, and to test
 #     the fast form   A V without A: softmax in a fused kernel, linear attention in chunks of
@@ -345,7 +343,7 @@ class Softmax(Attention):
         With two branches it is A_1 V - lambda A_2 V. With decay, log D is a matrix in memory of H
         T^2 numbers: for 12 heads in bf16 25 MB at T = 1,024 and 6.4 GB at T = 16,384.
         """
-        T, d = q.shape[2:]
+        d = q.shape[-1]
         q = rotate(q, rope)
         k = rotate(k, rope)
         v = v.repeat_interleave(self.branches, dim=1)  # (B, H, T, d_v): a copy for each branch
@@ -539,7 +537,8 @@ class DiffV2(Softmax):
     - Each token and head has a lambda of its own, and lambda_init is not used.
     - There is no norm on the heads' output (subln=True adds one), and no factor behind it.
 
-    So a layer has C^2 + C h parameters more than softmax's, and its MLP is narrower for it.
+    So a layer has C^2 + C h parameters more than softmax's, and the MLP beside it is narrower: the
+    blocks differ by 3/2 C parameters at most.
     """
 
     branches = 2
@@ -548,7 +547,8 @@ class DiffV2(Softmax):
         super().__init__(config, depth)
         C = config.n_embd
         self.q_proj = nn.Linear(C, 2 * C, bias=False)
-        self.mlp_width = matched_width(C, config.n_head)
+        # for C (C + h) parameters more than softmax's. A unit of width has 3 C, in three matrices
+        self.mlp_width = max(8, full_width(C) - round((C + config.n_head) / 3))
 
     def make_lambda(self, depth):
         self.lambda_proj = nn.Linear(self.config.n_embd, self.config.n_head, bias=False)
@@ -630,18 +630,7 @@ def full_width(n_embd):
     return max(8, 8 * n_embd // 3 // 8 * 8)
 
 
-def matched_width(n_embd, n_head):
-    """The width of an MLP beside which DiffV2 has as many parameters as softmax.
-
-    They differ by 3/2 n_embd for each block at most.
-    """
-    more = n_embd * n_embd + n_embd * n_head  # the second queries, and lambda
-    # each unit of width has a row in three matrices
-    return max(8, full_width(n_embd) - round(more / (3 * n_embd)))
-
-
-# -----------------------------------------------------------------------------
-# the GPT and its settings
+# ---- the GPT and its settings
 
 
 def setting(default, help, **more):
@@ -890,7 +879,20 @@ class GPT(nn.Module):
         If the program is killed at any point, the file at path is the old one or the whole new one.
         """
         content = dict(config=asdict(self.config), model=self.state_dict(), **plain(extra))
-        write_checkpoint(content, Path(path))
+        temporary = Path(f"{path}.tmp")
+        try:
+            with open(temporary, "wb") as f:
+                torch.save(content, f)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(temporary, path)
+        except (OSError, RuntimeError, KeyboardInterrupt) as e:
+            temporary.unlink(missing_ok=True)
+            # torch.save makes a RuntimeError of a full disk, and of Ctrl-C
+            if KeyboardInterrupt in (type(e), type(e.__context__)):
+                raise KeyboardInterrupt from None
+            reason = str(e).splitlines()[0]
+            raise OSError(f"{path} could not be written, is the disk full? ({reason})") from None
 
     @classmethod
     def load(cls, path, device="cpu", **overrides):
@@ -952,9 +954,7 @@ def draw_parameters(model, seed):
         p.copy_(torch.randn(p.shape, generator=generator) * std)
 
 
-# -----------------------------------------------------------------------------
-# the fast forms. Softmax's is a call of PyTorch, see Softmax.fast. Here is linear attention's, and
-# the package flash-attn
+# ---- the fast form of linear attention, and the package flash-attn. For softmax see Softmax.fast
 
 
 def to_chunks(x):
@@ -1049,8 +1049,7 @@ def flash_attention(q, k, v, rate):
     return y.transpose(1, 2)
 
 
-# -----------------------------------------------------------------------------
-# the steps and sampling
+# ---- the steps and sampling
 
 
 def fix_addresses(state):
@@ -1105,8 +1104,7 @@ def round_to_bf16(model):
             module.bfloat16()
 
 
-# -----------------------------------------------------------------------------
-# saving
+# ---- saving
 
 
 def plain(x):
@@ -1122,26 +1120,8 @@ def plain(x):
     raise TypeError(f"a checkpoint has room for tensors and plain values, not for {x!r}")
 
 
-def write_checkpoint(content, path):
-    """Write a dict to path, in such a way that the old file is there until the new one is whole."""
-    temporary = Path(f"{path}.tmp")
-    try:
-        with open(temporary, "wb") as f:
-            torch.save(content, f)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError, KeyboardInterrupt) as e:
-        temporary.unlink(missing_ok=True)
-        # torch.save makes a RuntimeError of a full disk, and of Ctrl-C
-        if KeyboardInterrupt in (type(e), type(e.__context__)):
-            raise KeyboardInterrupt from None
-        reason = str(e).splitlines()[0]
-        raise OSError(f"{path} could not be written, is the disk full? ({reason})") from None
-
-
 def read_checkpoint(path):
-    """The dict that write_checkpoint wrote. It runs no code from the file."""
+    """The dict that GPT.save wrote. It runs no code from the file."""
     if not os.path.isfile(path):
         open(path, "rb").close()  # an OSError that says what is wrong
         raise ModelError(f"{path} is no file")
@@ -1154,16 +1134,13 @@ def read_checkpoint(path):
             raise
         reason = " ".join(str(e).split())
         raise ModelError(f"{path} is damaged, or no checkpoint: {reason:.160}") from None
-    if not isinstance(content, dict) or not isinstance(content.get("config"), dict):
-        what = "a checkpoint of train.py has the entries config and model"
-        raise ModelError(f"{path} is a checkpoint of another program: {what}")
-    if not isinstance(content.get("model"), dict):
-        raise ModelError(f"{path} holds no model")
+    for name in ("config", "model"):
+        if not isinstance(content, dict) or not isinstance(content.get(name), dict):
+            raise ModelError(f"{path} is a checkpoint of another program: it has no {name}")
     return content
 
 
-# -----------------------------------------------------------------------------
-# do the three forms agree?
+# ---- do the three forms agree?
 
 
 @torch.no_grad()

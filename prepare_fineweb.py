@@ -24,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 
 # common first: from then on Ctrl-C ends in one line
-from common import UserError, cli, flag, locked, parse_flags
+from common import UserError, cli, flag, locked, parse_flags, write_json
 
 import fsspec
 import huggingface_hub
@@ -217,7 +217,7 @@ def write_shards(config, manifest, check_lock):
         check_lock()
         shards[path.name] = tokens
         manifest["next"] = place
-        save_manifest(config.out, manifest)
+        write_json(config.out / "manifest.json", manifest)
         done += tokens
     bar.close()
 
@@ -236,13 +236,8 @@ def fetch_shards(config, manifest, check_lock):
                 config.source, name, repo_type="dataset", local_dir=config.out)
         check_lock()
         shards[name] = len(read_shard(path))
-        save_manifest(config.out, manifest)
+        write_json(config.out / "manifest.json", manifest)
         print(f"{name}: {sum(shards.values()):,} tokens so far")
-
-
-def save_manifest(out, manifest):
-    (out / "manifest.tmp").write_text(json.dumps(manifest, indent=1) + "\n")
-    os.replace(out / "manifest.tmp", out / "manifest.json")
 
 
 def run(config, check_lock):
@@ -270,7 +265,8 @@ def run(config, check_lock):
         print(f"{out} is finished: delete it to begin anew")
         return
     if manifest != begun:
-        save_manifest(out, manifest)  # says whose the shards are, before there is one
+        # this says whose the shards are, before there is one
+        write_json(out / "manifest.json", manifest)
     if config.pretokenized:
         fetch_shards(config, manifest, check_lock)
     else:
@@ -279,7 +275,7 @@ def run(config, check_lock):
         less = "choose a smaller --val_tokens and another --out"
         raise UserError(f"{config.source}: {sum(shards.values()):,} tokens are all val: {less}")
     manifest["finished"] = True
-    save_manifest(out, manifest)
+    write_json(out / "manifest.json", manifest)
     print(f"{out}: {sum(shards.values()):,} tokens in {len(shards)} shards")
 
 

@@ -29,8 +29,8 @@ from functools import lru_cache
 from pathlib import Path
 
 # common first: from then on Ctrl-C ends in one line
-from common import UserError, above_0, add_to_log, begin_log, cli, commit, count, device_name, flag
-from common import locked, parse_flags, pick_device, pick_dtype, print0, processes, random_seed
+from common import UserError, above_0, add_to_log, cli, commit, count, device_name, flag, locked
+from common import parse_flags, pick_device, pick_dtype, print0, processes, random_seed, write_json
 
 import numpy as np
 import torch
@@ -42,8 +42,7 @@ from model import ATTENTION, GPT, GPTConfig, check_forms
 
 PROMPT = "Once upon a time"  # what a sample at each evaluation starts with
 
-# -----------------------------------------------------------------------------
-# the settings of a run
+# ---- the settings of a run
 
 
 def may_change(default, help, **more):
@@ -139,8 +138,7 @@ def parse(argv=None, world=1):
     return configs
 
 
-# -----------------------------------------------------------------------------
-# a step
+# ---- a step
 
 
 @lru_cache(maxsize=2)  # the last batch of an epoch needs the order of the next one, too
@@ -233,8 +231,7 @@ def training_step(model, optimizer, data, config, step, rank=0, world=1):
     return loss_sum / micro_steps, grad_norm
 
 
-# -----------------------------------------------------------------------------
-# evaluation
+# ---- evaluation
 
 
 @torch.no_grad()
@@ -285,8 +282,7 @@ def flops_per_token(model):
     return 6 * parameters + 12 * config.n_layer * config.n_embd * config.block_size
 
 
-# -----------------------------------------------------------------------------
-# a run
+# ---- a run
 
 
 def load_run(config, info):
@@ -429,7 +425,7 @@ def save(record, config, model, optimizer, info, check_lock):
     step = record["step"]
     if step > 0:
         if not log.exists():
-            begin_log(log, info)
+            write_json(log, info)
         add_to_log(log, record)
     if "val_loss" not in record:
         return
@@ -438,7 +434,7 @@ def save(record, config, model, optimizer, info, check_lock):
     more = dict(step=step, val_loss=record["val_loss"], tokenizer=info["tokenizer"], run=info)
     model.save(config.out / "ckpt.pt", optimizer=state, **more)
     if step == 0:
-        begin_log(log, info, record)
+        write_json(log, info, record)
 
 
 def main(argv=None):

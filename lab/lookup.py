@@ -767,7 +767,8 @@ def maps_figure(reader, m):
     largest = rows.max().item()
     figure, axes = report.new_figure(3, 2, width=9, height=5, width_ratios=[4, 1])
     maps, votes = axes[0::2], axes[1::2]
-    for ax, vote, name, weights in zip(maps, votes, ("$A_1$", "$A_2$", r"$A_1 - \lambda A_2$"), rows):
+    names = ("$A_1$", "$A_2$", r"$A_1 - \lambda A_2$")
+    for ax, vote, name, weights in zip(maps, votes, names, rows):
         ax.imshow(weights, cmap="RdBu", vmin=-largest, vmax=largest, aspect="auto")
         ax.set(xticks=[], yticks=[])
         ax.axvline(m - 0.5, color="black", linewidth=0.8)
