@@ -290,13 +290,14 @@ class Attention(nn.Module):
 
     def prefill(self, x, rope, room):
         """The state after the tokens x (B, T, C), a dict of tensors with room for `room` tokens."""
-        return {"x": F.pad(x, (0, 0, 0, room - x.shape[1]))}
+        # copies of the last token keep the places of those that are not there yet
+        later = x[:, -1:].expand(-1, room - x.shape[1], -1)
+        return {"x": torch.cat((x, later), dim=1)}
 
     def step(self, x, rope, state):
         """(B, 1, C) to (B, 1, C): one more token, at the position of rope. It changes the state."""
         state["x"].index_copy_(1, rope.position, x)
-        # compute all tokens anew. The places behind this token are still empty, but attention is
-        # causal, so they change nothing
+        # compute all tokens anew. What stands behind this one changes nothing: attention is causal
         return self(state["x"]).index_select(1, rope.position)
 
     # decay
@@ -538,7 +539,7 @@ class DiffV2(Softmax):
     - There is no norm on the heads' output (subln=True adds one), and no factor behind it.
 
     So a layer has C^2 + C h parameters more than softmax's, and the MLP beside it is narrower: the
-    blocks differ by 3/2 C parameters at most.
+    blocks differ by 3/2 C parameters at most, unless C is tiny.
     """
 
     branches = 2
@@ -1144,12 +1145,14 @@ def read_checkpoint(path):
 
 
 @torch.no_grad()
-def compare_forms(config, T=100):
+def compare_forms(config):
     """How far the other forms of a layer are from the one that training uses, on random input.
 
     {"map": ..., "steps": ...}, the largest difference of the outputs, where 1 is the largest
-    output. "map" is missing for a class without maps.
+    output. "map" is missing for a class without maps. The input is as long as a training sequence,
+    but not longer than 1,024 tokens.
     """
+    T = min(config.block_size, 1024)
     config = replace(config, kernel="sdpa")  # we compare on the CPU, where flash-attn does not run
     with torch.random.fork_rng(devices=[]):  # a run must not depend on what is drawn here
         torch.manual_seed(0)
@@ -1160,7 +1163,7 @@ def compare_forms(config, T=100):
     others = {}
     if type(layer).maps is not Attention.maps:
         others["map"] = layer.output(layer.by_map(*layer.project(x), rope))
-    first = T // 2  # a prompt, and then a token at a time
+    first = max(T // 2, T - 20)  # a prompt, and then a token at a time
     rope = make_rope(torch.arange(first), config, x.dtype)
     state = layer.prefill(x[:, :first], rope, room=T)
     rows = [y[:, :first]]

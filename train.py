@@ -267,7 +267,9 @@ def sample_text(model, config, tokenizer, max_new_tokens=40):
 def lambdas_of(model):
     """lambda of each layer, or None where it is not one number a layer."""
     lambdas = [block.attn.lambda_full() for block in model.blocks]
-    return None if lambdas[0] is None else [x.item() for x in lambdas]
+    if lambdas[0] is None or lambdas[0].numel() > 1:
+        return None
+    return [x.item() for x in lambdas]
 
 
 # bf16 FLOP/s without sparsity, from NVIDIA's data sheets, by what is in a card's name. Of H100s the

@@ -19,7 +19,7 @@ import train
 from common import UserError, read_log
 from data import Shards, get_tokenizer, load_data
 from helpers import TOP, TOY, complaint
-from model import ATTENTION, GPT, Attention, GPTConfig, ModelError, Softmax
+from model import ATTENTION, GPT, Attention, Diff, GPTConfig, ModelError, Softmax, check_forms
 
 torch.set_num_threads(1)  # on tensors this small, threads only wait for one another
 
@@ -398,6 +398,30 @@ def test_an_arm_whose_forms_differ_is_refused(monkeypatch):
     with pytest.raises(ModelError, match="attn=sharp: the form that trains and its"):
         train.main([*TOY, "--attn=sharp", "--out=run"])
     assert not Path("run/log.jsonl").exists()
+
+
+def test_forms_are_compared_over_a_whole_training_sequence(monkeypatch):
+    class Near(Softmax):  # its maps, but not its fast form, see 128 tokens at most
+        def maps(self, q, k, rope, log_D):
+            far = rope.position[:, None] - rope.position >= 128
+            return super().maps(q, k, rope, log_D.masked_fill(far, -torch.inf))
+
+    monkeypatch.setitem(ATTENTION, "near", Near)
+    size = dict(n_layer=1, n_head=2, n_embd=32)
+    check_forms(GPTConfig("near", block_size=128, **size))
+    with pytest.raises(ModelError, match="attn=near: the form that trains and its map differ"):
+        check_forms(GPTConfig("near", block_size=256, **size))
+
+
+def test_a_lambda_for_each_head_is_not_logged(monkeypatch):
+    class EachHead(Diff):
+        def lambda_full(self):
+            return super().lambda_full().expand(self.n_value_head, 1, 1)
+
+    monkeypatch.setitem(ATTENTION, "each_head", EachHead)
+    config = GPTConfig("each_head", n_layer=1, n_head=4, n_embd=32)
+    check_forms(config)
+    assert train.lambdas_of(GPT(config)) is None
 
 
 def test_a_mistake_in_an_arm_of_ones_own_has_its_traceback(monkeypatch, capfd):
