@@ -190,8 +190,8 @@ class Attention(nn.Module):
     https://github.com/microsoft/unilm/tree/master/Diff-Transformer
     """
 
-    branches = 1  # heads of queries for each head of values
-    heads_per_value = 1  # n_head / number of heads of values
+    branches = 1  # maps for each head of values: 2 in a difference
+    heads_per_value = 1  # n_head / heads of values: 2 if n_head counts the maps, as in Difference
     subln_by_default = False
     fixed_state = False  # whether the state has the same size for any number of tokens
 

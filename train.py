@@ -373,8 +373,8 @@ def train_one(config, train, val, info, rank, world, check_lock):
     if peak and config.dtype == "bfloat16":
         full_speed = peak[0] * world / flops_per_token(raw_model)
 
-    # at the top of this loop `step` updates are done. Each pass makes one more, and some look first
-    # at where we are. loss and grad_norm are those of the last update
+    # when a pass of this loop begins, `step` updates are done. It may log and evaluate where we are,
+    # and then it makes the next update. loss and grad_norm are those of the last one
     loss = grad_norm = None
     last_logged = start
     clock = time.perf_counter()
