@@ -373,7 +373,7 @@ def train_one(config, train, val, info, rank, world, check_lock):
     if peak and config.dtype == "bfloat16":
         full_speed = peak[0] * world / flops_per_token(raw_model)
 
-    # when a pass of this loop begins, `step` updates are done. It may log and evaluate where we are,
+    # when a pass of this loop begins, `step` updates are done. It may log and evaluate that state,
     # and then it makes the next update. loss and grad_norm are those of the last one
     loss = grad_norm = None
     last_logged = start
