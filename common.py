@@ -46,8 +46,8 @@ def count(text):
 
 
 def positive(text):
-    if count(text) == 0:
-        raise argparse.ArgumentTypeError("must be at least 1, not 0")
+    if not 1 <= count(text) <= 1e13:
+        raise argparse.ArgumentTypeError(f"must be from 1 to 1e13, not {text}")
     return count(text)
 
 

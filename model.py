@@ -1163,10 +1163,10 @@ def compare_forms(config):
     others = {}
     if type(layer).maps is not Attention.maps:
         others["map"] = layer.output(layer.by_map(*layer.project(x), rope))
-    first = max(T // 2, T - 20)  # a prompt, and then a token at a time
+    first = max(1, T // 2, T - 20)  # a prompt, and then a token at a time
     rope = make_rope(torch.arange(first), config, x.dtype)
     state = layer.prefill(x[:, :first], rope, room=T)
-    rows = [y[:, :first]]
+    rows = [layer(x[:, :first])]
     for t in range(first, T):
         rope = make_rope(torch.tensor([t]), config, x.dtype)
         rows.append(layer.step(x[:, t : t + 1], rope, state))

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from data import SHARDS, get_tokenizer, load_data
-from model import ATTENTION, GPT, GPTConfig, check_forms
+from model import ATTENTION, GPT, GPTConfig, ModelError, check_forms
 
 PROMPT = "Once upon a time"  # what a sample at each evaluation starts with
 
@@ -301,16 +301,19 @@ def load_run(config, info):
         if log.exists():
             raise UserError(f"{log} is there, but its ckpt.pt is not: --restart discards the log")
         return None
-    model = GPT.load(path, config.device, flash=config.flash, kernel=config.kernel).train()
+    remedy = "Take another --out, or --restart discards that run"
+    try:
+        model = GPT.load(path, config.device, flash=config.flash, kernel=config.kernel).train()
+    except ModelError as e:
+        raise UserError(f"{e}. {remedy}") from None
     there = model.extra.get("run")
     if not isinstance(there, dict) or not {"step", "val_loss", "optimizer"} <= model.extra.keys():
-        raise UserError(f"{path} is not of train.py: take another --out, or --restart discards it")
+        raise UserError(f"{path} is not of train.py. {remedy}")
     differences = []
     for name in [*IDENTITY, "data_sha256"]:
         if there.get(name) != info[name]:
             differences.append(f"{name} is {there.get(name)!r} there and {info[name]!r} here")
     if differences:
-        remedy = "Take another --out, or --restart discards that run"
         raise UserError(f"{config.out} is another run's: {', '.join(differences)}. {remedy}")
     return model
 

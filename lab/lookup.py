@@ -367,7 +367,7 @@ def test_lambdas(reader, extra):
     rows = [dict(lambda_test=name, extra=extra, accuracy={}, said_crowd={}) for name in lambdas]
     tests = [(str(m), m, 0, TEST_TEXTS) for m in crowds(task.pairs, reader.arm)]
     tests += [(f"+{more}", 0, more, LONG_TEXTS) for more in LONG_CROWDS]
-    reader = with_lambda(reader, None)
+    reader = with_lambda(reader, reader.held_lambda)
     for name, m, more, B in tests:
         right = torch.zeros(len(lambdas))
         crowd = torch.zeros(len(lambdas))

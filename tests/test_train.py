@@ -19,7 +19,8 @@ import train
 from common import UserError, read_log
 from data import Shards, get_tokenizer, load_data
 from helpers import TOP, TOY, complaint
-from model import ATTENTION, GPT, Attention, Diff, GPTConfig, ModelError, Softmax, check_forms
+from model import ATTENTION, GPT, Attention, Diff, GPTConfig, ModelError, Softmax
+from model import check_forms, softmax_map
 
 torch.set_num_threads(1)  # on tensors this small, threads only wait for one another
 
@@ -96,7 +97,7 @@ def test_the_rate_goes_up_to_its_peak_and_down_to_0():
     ("train.py --data=short.txt", "short.txt is too short: a run needs more than 2,048 to train"),
     ("sample.py", "no checkpoint under out/: python train.py --attn=diff makes one"),
     ("sample.py --top_p=1.5 --ckpt=bare", "top_p must be above 0 and at most 1"),
-    ("train.py --out=bare", "bare/ckpt.pt is not of train.py: take another --out"),
+    ("train.py --out=bare", "bare/ckpt.pt is not of train.py. Take another --out"),
     ("train.py --out=short.txt", "short.txt can't be a folder: there is a file of that name"),
 ])
 def test_what_is_refused_and_in_which_words(command, says, monkeypatch, capsys):
@@ -411,6 +412,24 @@ def test_forms_are_compared_over_a_whole_training_sequence(monkeypatch):
     check_forms(GPTConfig("near", block_size=128, **size))
     with pytest.raises(ModelError, match="attn=near: the form that trains and its map differ"):
         check_forms(GPTConfig("near", block_size=256, **size))
+
+
+def test_forms_are_compared_at_another_length_than_that_of_training(monkeypatch):
+    class WholeChunks(Softmax):  # its fast form is right at multiples of 64 tokens
+        def fast(self, q, k, v, lam, rope):
+            return super().fast(q, k, v, lam, rope) * (q.shape[2] % 64 == 0)
+
+    class Mine(Attention):
+        def maps(self, q, k, rope, log_D):
+            return softmax_map(q, k, log_D)
+
+    monkeypatch.setitem(ATTENTION, "whole_chunks", WholeChunks)
+    monkeypatch.setitem(ATTENTION, "mine", Mine)
+    size = dict(n_layer=1, n_head=2, n_embd=32)
+    with pytest.raises(ModelError, match="attn=whole_chunks: .* its steps differ"):
+        check_forms(GPTConfig("whole_chunks", block_size=64, **size))
+    for T in (1, 2, 31):
+        check_forms(GPTConfig("mine", block_size=T, **size))
 
 
 def test_a_lambda_for_each_head_is_not_logged(monkeypatch):

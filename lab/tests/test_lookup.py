@@ -194,13 +194,14 @@ def test_a_run_has_the_fields_that_a_page_needs(monkeypatch):
     json.dumps(row)
 
 
-def test_each_lambda_is_tested_as_a_model_that_holds_it_would_be(monkeypatch):
+@pytest.mark.parametrize("arm, held, learned", [("softmax", None, 0.0), ("diff", 0.7, 0.7)])
+def test_each_lambda_is_tested_as_a_model_that_holds_it_would_be(monkeypatch, arm, held, learned):
     quick(monkeypatch)
     monkeypatch.setattr(lookup, "crowds", lambda N, arm: [8])
-    model = reader("softmax", tau=2.0)
+    model = reader(arm, held, tau=2.0)
     texts = lookup.texts_of(model.task, 8)
     rows = lookup.test_lambdas(model, "agree")
-    for row, number in zip(rows, (0.0, 0.0, 0.9, 1.0)):
+    for row, number in zip(rows, (learned, 0.0, 0.9, 1.0)):
         logits = with_lambda(model, number)(texts)
         said = logits.argmax(-1)
         right = (said == texts.answer()).float().mean().item()
