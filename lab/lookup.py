@@ -779,7 +779,7 @@ def maps_figure(reader, m):
         for x, number in enumerate((agree, right)):
             said = round(number, 2) + 0.0  # 0.0 and not -0.0
             said = f"{said:.2f}".replace("-", "−")
-            vote.text(x, max(number, 0) + 0.01, said, ha="center", fontsize=15)
+            vote.text(x, max(number, 0) + 0.01, said, ha="center", fontsize=17)
         vote.axhline(0, color="black", linewidth=0.8)
         vote.set(xticks=[], yticks=[], ylim=(-0.02, 0.32))
         vote.spines[["left", "bottom"]].set_visible(False)
