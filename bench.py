@@ -272,7 +272,7 @@ def time_all(args):
     if args.verb == "decode":
         parts = {"A token of the sampler": build_decoding}
     preset = train.Config(**train.PRESETS[args.preset])
-    # the tokenizer's, without opening any data
+    # that of the tokenizer. In training load_data says which one it is, but here we need no data
     preset.vocab_size = {"toy": 257, "gpt2": 50257}[args.preset]
     tables = {}
     for part, build in parts.items():

@@ -36,8 +36,8 @@ def flag(default, help, **more):
 def count(text):
     """A whole number from 0 on, which may be written like 1e9. A type for argparse."""
     # float() also reads "nan" and "1_0". It makes inf of "1e999", and inf % 1 is nan
-    number = re.fullmatch(r"\d+(\.\d*)?(e\+?\d+)?", text, re.ASCII)
-    if not number or float(text) % 1 != 0:
+    written_right = re.fullmatch(r"\d+(\.\d*)?(e\+?\d+)?", text, re.ASCII)
+    if not written_right or float(text) % 1 != 0:
         right = "a whole number from 0 on, like 12 or 1e9"
         raise argparse.ArgumentTypeError(f"{text!r} is not {right}")
     if text.isdigit():
