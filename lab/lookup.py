@@ -403,11 +403,12 @@ def weights_of_pairs(reader, texts):
 
 @torch.no_grad()
 def weights_in_training(reader):
-    """r, c, n and lambda: the first map's mean weight on the right and on a wrong pair, its tokens.
+    """A dict of r, c, n and lambda.
 
-    lambda is the mean over the queries, or None if nothing is subtracted.
-    They are those of texts without a crowd, as long as those of the training. Where their length
-    varies there, they are as long as those of the tests.
+    r and c are the first map's mean weight on the right and on a wrong pair, n its mean number of
+    tokens, and lambda the mean over the queries, or None where nothing is subtracted. The texts
+    have no crowd. They are as long as those of the training or, where that length varies, of the
+    tests.
     """
     task = reader.task
     N = task.train_pairs if isinstance(task.train_pairs, int) else task.pairs
@@ -716,6 +717,12 @@ def mixed_figure(rows):
     return figure
 
 
+def two_digits(weight):
+    """A weight as a figure says it."""
+    rounded = round(weight, 2) + 0.0  # 0.0 and not -0.0
+    return f"{rounded:.2f}".replace("-", "−")
+
+
 def weights_figure(readers, N, m):
     """What one query takes from each pair of a text, and from the same text when m agree.
 
@@ -739,8 +746,7 @@ def weights_figure(readers, N, m):
             ax.bar(range(m), weights[:m], 1, color=ORANGE)
             ax.set_title(LOOKS[title][0] if title in LOOKS else title)
         for x, weight in numbers.items():
-            said = round(weight, 2) + 0.0  # 0.0 and not -0.0
-            ax.text(x, max(weight, 0) + 0.005, f"{said:.2f}", ha="center")
+            ax.text(x, max(weight, 0) + 0.005, two_digits(weight), ha="center")
         ax.axhline(0, color="black", linewidth=0.8)
         ax.set_xticks([])
         ax.margins(y=0.1)
@@ -760,8 +766,8 @@ def maps_figure(reader, m):
     """
     texts = texts_of(reader.task, m, B=1)
     with torch.no_grad():
-        branches, _, _ = reader.maps(reader.tokens(texts))
-        A, _ = reader.look_up(reader.tokens(texts))
+        branches, _, lam = reader.maps(reader.tokens(texts))
+        A = reader.blocks[0].attn.subtract(branches, lam)
     rows = of_pairs(torch.cat((branches, A), dim=1), texts, reader.task.two_tokens)[0]
     N = rows.shape[-1]
     largest = rows.max().item()
@@ -777,9 +783,7 @@ def maps_figure(reader, m):
         agree = weights[:, :m].sum(-1).mean().item()
         vote.bar([0, 1], [agree, right], color=[ORANGE, GREEN])
         for x, number in enumerate((agree, right)):
-            said = round(number, 2) + 0.0  # 0.0 and not -0.0
-            said = f"{said:.2f}".replace("-", "−")
-            vote.text(x, max(number, 0) + 0.01, said, ha="center", fontsize=17)
+            vote.text(x, max(number, 0) + 0.01, two_digits(number), ha="center", fontsize=17)
         vote.axhline(0, color="black", linewidth=0.8)
         vote.set(xticks=[], yticks=[], ylim=(-0.02, 0.32))
         vote.spines[["left", "bottom"]].set_visible(False)
