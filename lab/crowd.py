@@ -46,8 +46,7 @@ HELD_OUT = 32  # sequences
 COLORS = dict(sharp="#D55E00", blunt="#0072B2")
 
 
-# -----------------------------------------------------------------------------
-# the heads
+# ---- the heads
 
 
 class Changed(Softmax):
@@ -130,8 +129,7 @@ def set_numbers(model, numbers, sink_out):
         block.attn.sink_out = sink_out
 
 
-# -----------------------------------------------------------------------------
-# the lists
+# ---- the lists
 
 
 def find_words(enc):
@@ -201,8 +199,7 @@ def make_batch(enc, pools, numbers, **settings):
     return torch.tensor(idx), torch.tensor(rights), torch.tensor(crowd_words), places
 
 
-# -----------------------------------------------------------------------------
-# what is measured. A list is read once, and only the logits of its last token are computed
+# ---- what is measured. A list is read once, and only the logits of its last token are computed
 
 
 @torch.inference_mode()
@@ -312,8 +309,7 @@ def choose_heads(model, enc, pools):
     )
 
 
-# -----------------------------------------------------------------------------
-# the experiment
+# ---- the experiment
 
 
 def condition(heads="none", kind="none", strength=0, sink_out=None):
@@ -429,8 +425,7 @@ def run(ckpt, cache):
         print(f"{what}: {about}: {time.perf_counter() - began:.0f} s", flush=True)
 
 
-# -----------------------------------------------------------------------------
-# the tables, the data and the figures
+# ---- the tables, the data and the figures
 
 
 def expand(rows):
@@ -690,7 +685,7 @@ def publish(rows):
     print(f"-> {PAGE}")
 
 
-# -----------------------------------------------------------------------------
+# ---- the program
 
 
 def main(argv=None):

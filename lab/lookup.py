@@ -59,8 +59,7 @@ START_RATE = 3e-3
 # the arms that are shown, and the rates that `softmax` chose for one head and tau = 2
 SHOWN = {"softmax": 4.5e-3, "softmax minus average": 2e-3, "diff": 2e-3}
 
-# -----------------------------------------------------------------------------
-# the task and its texts
+# ---- the task and its texts
 
 
 @dataclass(frozen=True)
@@ -155,9 +154,7 @@ def crowds(N, arm):
     return [0, N // 8, N // 4, N // 2, 3 * N // 4]
 
 
-# -----------------------------------------------------------------------------
-# the arms: one map, the sum of two, one map minus the average or minus the own value, and the
-# difference of two
+# ---- the arms
 
 
 def summed(difference):
@@ -194,8 +191,7 @@ ARMS = {
 SOFTMAX = list(ARMS)[:4]
 LINEAR = list(ARMS)[6:]
 
-# -----------------------------------------------------------------------------
-# the model
+# ---- the model
 
 
 class Reader(model.GPT):
@@ -305,8 +301,7 @@ def with_lambda(reader, number):
     return held
 
 
-# -----------------------------------------------------------------------------
-# training and testing
+# ---- training and testing
 
 
 def train_reader(arm, task, lr, seed):
@@ -454,8 +449,7 @@ def train_and_test(arm, task, lr, seed):
     return reader, row
 
 
-# -----------------------------------------------------------------------------
-# the experiment: each arm at its own best rate, chosen on plain texts
+# ---- the experiment: each arm at its own best rate, chosen on plain texts
 
 TAUS = (1.5, 2.0, 2.5, 3.0, 3.5)
 MINUS = ["softmax minus average", "diff"]
@@ -592,8 +586,7 @@ def border(row):
     return math.inf
 
 
-# -----------------------------------------------------------------------------
-# tables and figures, of rows as `reported` gives them
+# ---- tables and figures, of rows as `reported` gives them
 
 
 def means_table(runs, numbers, by=("task", "arm")):
@@ -795,8 +788,7 @@ def maps_figure(reader, m):
     return figure
 
 
-# -----------------------------------------------------------------------------
-# the verbs
+# ---- the verbs
 
 
 def publish(out):

@@ -61,8 +61,7 @@ def train_all(steps):
     return readers
 
 
-# -----------------------------------------------------------------------------
-# what the layers and the models give
+# ---- what the layers and the models give
 
 
 def logits_of(reader):
@@ -145,8 +144,7 @@ def rounded(logits):
     return [[round(number, 4) for number in row] for row in logits.tolist()]
 
 
-# -----------------------------------------------------------------------------
-# the first frame, as the script of the page would show it: no crowd, and nothing subtracted
+# ---- the first frame, as the script of the page would show it: no crowd, and nothing subtracted
 
 
 def votes_of(maps, text):

@@ -53,8 +53,7 @@ def refuse(problems):
             raise UserError(f"model.py can't be this model: {what}")
 
 
-# -----------------------------------------------------------------------------
-# the two kinds of sources. Each gives a GPT, and its tokenizer as data.get_tokenizer takes it
+# ---- the two kinds of sources. Each gives a GPT, and its tokenizer as data.get_tokenizer takes it
 
 
 def find_wheel():
@@ -192,8 +191,7 @@ def build(config, theirs, names, n_kv_head, halves):
     return model.eval()
 
 
-# -----------------------------------------------------------------------------
-# the tokenizers
+# ---- the tokenizers
 
 
 def gguf_tokenizer(fields):
@@ -293,7 +291,7 @@ def make_tokenizer(vocab, special, merges, pattern):
     }
 
 
-# -----------------------------------------------------------------------------
+# ---- the program
 
 
 def main(argv=None):

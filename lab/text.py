@@ -26,8 +26,7 @@ from common import UserError, cli, path
 from lab import report, sweep
 from model import ATTENTION, Attention, DiffV2, Linear, LinearAverage, Softmax, SoftmaxAverage
 
-# -----------------------------------------------------------------------------
-# arms that are controls. Nobody is meant to use them for anything else
+# ---- arms that are controls. Nobody is meant to use them for anything else
 
 
 class OneShortHead(Linear):
@@ -99,8 +98,7 @@ ARMS = {
 }
 ATTENTION.update(ARMS)  # --attn of train.py knows them, and so does GPT.load
 
-# -----------------------------------------------------------------------------
-# the rows, {name: flags of train.py}. Tables that have a row in common share its runs
+# ---- the rows, {name: flags of train.py}. Tables that have a row in common share its runs
 
 LARGE = "--embd_init=0.2"  # an embedding that starts four times as large
 ROWS = {
@@ -143,8 +141,7 @@ ROWS = {
 ROWS |= {f"{name} + decay": f"{flags} --decay" for name, flags in ROWS.items()}
 ROWS["linear one short head"] = "--attn=linear_one_short_head --decay"
 
-# -----------------------------------------------------------------------------
-# the tables. A comparison says what is asked, in which row, and against which one
+# ---- the tables. A comparison says what is asked, in which row, and against which one
 
 
 def rows_of(comparisons):
@@ -297,8 +294,7 @@ TABLES = {
     ),
 }
 
-# -----------------------------------------------------------------------------
-# what is published
+# ---- what is published
 
 
 def differences_table(runs, comparisons):

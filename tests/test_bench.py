@@ -120,8 +120,7 @@ def test_logs_without_a_final_loss_are_named():
     assert list(compare()[1]) == ["runs/empty", "runs/foreign", "runs/lost", "runs/stopped"]
 
 
-# -----------------------------------------------------------------------------
-# speed and decode
+# ---- speed and decode
 
 
 def make_configs(*arms):

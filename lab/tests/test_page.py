@@ -76,8 +76,7 @@ def votes(reader, m, text):
     return weights[page.RIGHT], sum(weights[:m]), max(others)
 
 
-# -----------------------------------------------------------------------------
-# the file
+# ---- the file
 
 
 def test_it_is_one_small_file_that_loads_nothing():
@@ -144,8 +143,7 @@ def test_its_numbers_are_those_of_the_models(small):
                                        rtol=1e-3, atol=1e-6)
 
 
-# -----------------------------------------------------------------------------
-# in a browser
+# ---- in a browser
 
 
 def browser():

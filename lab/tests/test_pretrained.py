@@ -61,8 +61,7 @@ def assert_same_tokens(enc, theirs, texts):
         assert enc.decode(tokens) == text
 
 
-# -----------------------------------------------------------------------------
-# transformers, with tiny models of random weights
+# ---- transformers, with tiny models of random weights
 
 
 TINY = dict(
@@ -249,8 +248,7 @@ def test_merges_in_another_order_and_a_text_without_end_are_refused():
         pretrained.make_tokenizer(vocab, {"</s>": 0}, merges, "")
 
 
-# -----------------------------------------------------------------------------
-# GGUF files
+# ---- GGUF files
 
 
 def write_gguf(kind="llama", settings=(), tokenizer=("gpt2", "gpt-2"), **tensors):
@@ -342,8 +340,7 @@ def test_without_the_wheel_the_message_says_how_to_get_it(monkeypatch):
         pretrained.main(["out"])
 
 
-# -----------------------------------------------------------------------------
-# SmolLM2, which is loaded once
+# ---- SmolLM2, which is loaded once
 
 
 @wheel
