@@ -1,109 +1,74 @@
 """
-Text from a checkpoint, printed while it is made.
+Text from a checkpoint of train.py.
 
 $ python sample.py --prompt "Once upon a time"
 """
 import codecs
-import sys
-import time
+import os
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
-# common first: from then on Ctrl-C ends in one line
-from common import cli, find_checkpoint, flag, parse_flags, pick_device, pick_dtype, random_seed
-
 import torch
+import tyro
 
-from data import EOT, get_tokenizer
-from model import GPT, round_to_bf16
+from data import get_tokenizer
+from model import GPT
 
 
 @dataclass
 class Config:
-    """What to say, how, and on which machine. Each field is a flag."""
+    prompt: str = ""  # what the text starts with
+    ckpt: Path | None = None  # file, or folder of a run (the newest below out/)
+    num_samples: int = 1  # one after the other
+    max_new_tokens: int = 500
+    temperature: float = 0.8  # below 1 is safer, 0 always takes the likeliest token
+    top_k: int | None = None  # choose among the k likeliest tokens only
+    seed: int = 1337  # of the random choices
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
 
-    prompt: str = flag("", f"the text to continue (none: {EOT}, with which each document starts)")
-    ckpt: Path | None = flag(None, "checkpoint, or the folder of a run (the newest one under out/)")
-    num_samples: int = flag(1, "continuations, made together as one batch")
-    max_new_tokens: int = flag(500, "most tokens of a continuation")
-    # how to choose among the likely tokens
-    temperature: float = flag(0.8, "below 1 is safer, 0 always takes the likeliest token")
-    top_k: int | None = flag(None, "choose among the k likeliest tokens only (all)")
-    top_p: float | None = flag(None, "only among the likeliest that together reach this (all)")
-    seed: int = flag(1337, "of the random choices", type=random_seed)
-    # the machine
-    device: str | None = flag(None, "cuda, cuda:1, cpu or mps (cuda where there is one, else cpu)")
-    dtype: str | None = flag(
-        None, "of the matmuls (bfloat16 where the card has it)", choices=["float32", "bfloat16"]
-    )
-    compile: bool | None = flag(None, "torch.compile a step (on cuda)")
+    def __post_init__(self):
+        if not self.temperature >= 0 or (self.top_k is not None and self.top_k < 1):
+            raise ValueError("temperature must be 0 or more, and top_k 1 or more")
 
 
-def print_samples(steps, enc, prompt, num_samples):
-    """Prints the first sample as it grows, and then the others. Returns how many tokens that were.
+def find_checkpoint(path):
+    if path is not None:
+        return path / "ckpt.pt" if path.is_dir() else path
+    paths = sorted(Path("out").rglob("ckpt.pt"), key=os.path.getmtime)
+    if not paths:
+        raise SystemExit("there is no checkpoint below out/: python train.py makes one")
+    return paths[-1]
 
-    steps yields the next token of every sample.
-    """
-    # a token may end within a character. Such a decoder keeps the first half back until the other
-    # half comes
-    decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(num_samples)]
-    texts = [""] * num_samples
-    ended = [False] * num_samples
-    made = 0
-    print(prompt, end="", flush=True)
-    for tokens in steps:
-        for i, token in enumerate(tokens.tolist()):
-            if token == enc.eot_token:
-                ended[i] = True  # the next tokens would be another document's
-            if not ended[i]:
-                made += 1
-                new = decoders[i].decode(enc.decode_single_token_bytes(token))
-                texts[i] += new
-                if i == 0:
-                    print(new, end="", flush=True)
-        if all(ended):
-            break
-    print(decoders[0].decode(b"", final=True))
-    for i in range(1, num_samples):
-        rest = decoders[i].decode(b"", final=True)
-        print(f"\n--- sample {i + 1}\n{prompt}{texts[i]}{rest}")
-    return made
+
+def print_sample(tokens, enc, ends):
+    """Prints each token as soon as it is there. ends: the tokens at which a text is over."""
+    # a token may end within a character. This decoder keeps the first half back
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for token in tokens:
+        if token.item() in ends:
+            break  # the next tokens would be another document's
+        print(decoder.decode(enc.decode_single_token_bytes(token.item())), end="", flush=True)
+    print(decoder.decode(b"", final=True))
 
 
 def main(argv=None):
-    """Prints the samples. Raises UserError, ModelError and OSError for what a user can mend."""
-    config = Config(**parse_flags(Config, argv, __doc__))
-    device = pick_device(config.device)
-    dtype = pick_dtype(device, config.dtype)
+    config = tyro.cli(Config, description=__doc__, args=argv, use_underscores=True)
     path = find_checkpoint(config.ckpt)
-    model = GPT.load(path, device, kernel="sdpa")
-    if dtype == "bfloat16":
-        round_to_bf16(model)  # once. Autocast alone would do it again for each token
-    if device.type == "cpu" and sum(p.numel() for p in model.parameters()) < 10e6:
-        torch.set_num_threads(1)  # the matmuls of one token are too short to be shared
-    enc = get_tokenizer(model.extra.get("tokenizer"))
-
+    try:
+        model = GPT.load(path, config.device)
+    except ValueError as e:
+        raise SystemExit(f"sample.py: {e}")
+    enc = get_tokenizer(model.extra["tokenizer"])
+    ends = model.extra.get("ends", [enc.eot_token])  # a pretrained model may have others
     prompt = enc.encode(config.prompt, allowed_special="all") or [enc.eot_token]
-    idx = torch.tensor([prompt], device=device).repeat(config.num_samples, 1)
-    choose = dict(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
-    choose["generator"] = torch.Generator(device).manual_seed(config.seed)
-    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-        step = None
-        if config.compile or (config.compile is None and device.type == "cuda"):
-            # a step is small, so most of its time is spent on launches. A CUDA graph needs only one
-            step = torch.compile(model.step, mode="reduce-overhead", fullgraph=True)
-            # compile now, not while somebody waits, with a cache of the same size. Greedy, so that
-            # the generator stays untouched
-            warmup = model.generate(idx, config.max_new_tokens, temperature=0, step=step)
-            list(islice(warmup, 4))
-        steps = model.generate(idx, config.max_new_tokens, step=step, **choose)
-        start = time.time()
-        made = print_samples(steps, enc, config.prompt, config.num_samples)
-    seconds = time.time() - start
-    rate = f"{made} tokens in {seconds:.2f} s, {made / seconds:,.0f} a second"
-    print(f"{path} ({model.config.attn}): {rate}", file=sys.stderr)
+    idx = torch.tensor([prompt], device=config.device)
+    generator = torch.Generator(config.device).manual_seed(config.seed)
+    choose = dict(temperature=config.temperature, top_k=config.top_k, generator=generator)
+    for _ in range(config.num_samples):
+        print(config.prompt, end="")
+        with torch.autocast("cuda", torch.bfloat16, enabled="cuda" in config.device):
+            print_sample(model.generate(idx, config.max_new_tokens, **choose), enc, ends)
 
 
 if __name__ == "__main__":
-    cli(main)
+    main()

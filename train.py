@@ -1,178 +1,123 @@
 """
-Trains one GPT, and writes ckpt.pt and log.jsonl to out/<preset>/<attn>.
+Trains GPTs, and writes ckpt.pt and log.jsonl to out/<preset>/<attn>.
 
-On a laptop, without data and without a network (some minutes on one CPU core):
-$ python train.py --attn=diff
-
-Several kinds of attention ("arms"), one after the other, on the same tokens in the same order:
-$ python train.py --attn=softmax,diff,linear,diff_linear
-
-On one machine with eight GPUs:
+$ python train.py --attn=diff                   # on a laptop, without data: some minutes on a core
+$ python train.py --attn=softmax,diff,linear    # one after the other, on the same tokens
 $ torchrun --standalone --nproc_per_node=8 train.py --preset=gpt2 --attn=diff
 
-Stop it whenever you like, with Ctrl-C or kill -9. The same command (without --restart) goes on from
-the last checkpoint, and on a CPU it ends in the same bits as if nothing had happened. (A GPU may
-add up in another order.) That works because the sequences of a step follow from the data, the seed
-and the number of the step: there is no data loader whose state we would have to save.
+Stop it with Ctrl-C or kill -9: the same command goes on from the last checkpoint,
+and on a CPU, with as many threads, it ends in the same bits. The tokens of a step follow from the
+data, the seed and the number of the step: there is no data loader with a state.
 """
+import argparse
 import json
 import math
 import os
-import platform
-import shlex
 import sys
 import time
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields
-from datetime import timedelta
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-
-# common first: from then on Ctrl-C ends in one line
-from common import UserError, above_0, add_to_log, cli, commit, count, device_name, flag, locked
-from common import parse_flags, pick_device, pick_dtype, print0, processes, random_seed, write_json
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import tyro
 from torch.nn.parallel import DistributedDataParallel
 
-from data import SHARDS, get_tokenizer, load_data
-from model import ATTENTION, GPT, GPTConfig, ModelError, check_forms
+from data import FINEWEB, get_tokenizer, load_data, load_sequences
+from model import GPT, GPTConfig
 
-PROMPT = "Once upon a time"  # what a sample at each evaluation starts with
-
-# ---- the settings of a run
-
-
-def may_change(default, help, **more):
-    """A setting that may be another one when a run is resumed. All others say what the run is."""
-    return flag(default, help, identity=False, **more)
-
+# ---- the settings
 
 @dataclass
 class Config(GPTConfig):
-    """All settings of a run, those of its model (GPTConfig) among them. Each is a flag."""
+    """The settings of a run, those of its model among them."""
 
-    attn: str = flag("softmax", f"one or a list of {', '.join(ATTENTION)}", many=True)
-    preset: str | None = may_change(
-        None, "gpt2 where shards and a GPU are at hand, else toy", choices=["toy", "gpt2"]
-    )
-    # the data is compared by its content, and not by its name
-    data: Path | None = may_change(None, "folder of shards, or text file (toy: Python's manual)")
-    out: Path | None = may_change(None, "folder; of several arms its parent (out/<preset>/<attn>)")
-    restart: bool = may_change(False, "begin anew, and discard the run that is there")
-    # the optimization
-    batch_size: int = may_change(32, "sequences per micro-step, at most")
-    total_batch: int = flag(524_288, "tokens per step")
-    steps: int = flag(5341, "optimizer steps, over which the rate falls to 0")
-    lr: float = flag(1.5e-3, "peak learning rate", type=above_0)
-    warmup: int = flag(375, "steps in which the rate rises first", type=count)
-    weight_decay: float = flag(0.1, "AdamW's weight decay, on matrices only")
-    grad_clip: float = flag(1.0, "largest gradient norm", type=above_0)
-    seed: int = flag(1337, "of weights and data order", type=random_seed)
-    # watching and saving
-    eval_every: int = may_change(250, "steps between evaluations; each saves a checkpoint")
-    eval_tokens: int = flag(10_485_760, "val tokens")
-    log_every: int = may_change(10, "steps between lines of the log")
-    # the machine
-    device: str | None = may_change(None, "cuda, cuda:1, cpu or mps (cuda if there is one)")
-    dtype: str | None = flag(
-        None, "of the matmuls (bfloat16 where the card has it)", choices=["float32", "bfloat16"]
-    )
-    compile: bool | None = may_change(None, "torch.compile the model (on cuda)")
+    attn: str = "softmax"  # kind of attention, or a list like softmax,diff
+    vocab_size: tyro.conf.Suppress[int] = 0  # the tokenizer's
+    preset: Literal["toy", "gpt2"] = "gpt2"  # toy is for a laptop, gpt2 is GPT-2 small on an H100
+    data: str | None = None  # folder of prepare_fineweb.py, or text file (toy: Python's manual)
+    out: str | None = None  # folder, to which the arm's name is added (out/<preset>)
+    restart: bool = False  # begin anew, and discard the run that is there
+    batch_size: int = 32  # sequences per micro-step, at most
+    total_batch: int = 524_288  # tokens per step
+    steps: int = 5341  # optimizer steps, over which the rate falls to 0
+    lr: float = 1.5e-3  # peak learning rate
+    warmup: int = 375  # steps in which the rate rises first
+    weight_decay: float = 0.1  # AdamW's weight decay, on matrices only
+    grad_clip: float = 1.0  # largest gradient norm
+    seed: int = 1337  # of weights and data order
+    eval_every: int = 250  # steps between evaluations; each saves a checkpoint
+    eval_tokens: int = 10_485_760  # val tokens of an evaluation
+    log_every: int = 10  # steps between lines of the log
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cuda, cuda:1 or cpu
+    dtype: Literal["float32", "bfloat16"] = "bfloat16" if torch.cuda.is_available() else "float32"
+    compile: bool = True  # torch.compile the model (on cuda)
 
     def __post_init__(self):
-        super().__post_init__()
-        self.device = pick_device(self.device)
-        self.dtype = pick_dtype(self.device, self.dtype)
-        if self.compile is None:
-            self.compile = self.device.type == "cuda"
+        for name in ("n_layer", "block_size", "batch_size", "steps", "eval_every", "log_every"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+        if self.device.startswith("cuda") and not torch.cuda.is_available():
+            raise ValueError("PyTorch sees no CUDA device here")
+        if self.vocab_size > 0:  # when the data is known, main asks for each arm by itself
+            super().__post_init__()
 
-    def model_config(self):
-        return GPTConfig(**{f.name: getattr(self, f.name) for f in fields(GPTConfig)})
 
-
-# the settings that say what a run is
-IDENTITY = [f.name for f in fields(Config) if f.metadata.get("identity", True)]
-
-# gpt2 has the size of GPT-2 small and reads 2.8e9 tokens: it is meant for an H100. toy takes some
-# minutes on a CPU core, on text that every Python has
 PRESETS = {
-    "gpt2": dict(data=SHARDS),
-    "toy": dict(
-        n_layer=4, n_head=4, n_embd=128, block_size=256, batch_size=8, total_batch=2048, steps=500,
-        lr=2e-3, warmup=50, eval_every=100, eval_tokens=65_536, log_every=20,
-    ),
+    "gpt2": Config(data=str(FINEWEB)),
+    "toy": Config(preset="toy", n_layer=4, n_head=4, n_embd=128, block_size=256, batch_size=8,
+                  total_batch=2048, steps=500, lr=2e-3, warmup=50, eval_every=100,
+                  eval_tokens=65_536, log_every=20),
 }
+
+# what may differ when a run goes on: these don't say what the run is
+FREE = ("preset", "data", "out", "restart", "kernel", "batch_size", "eval_every", "log_every",
+        "device", "compile", "torch", "date", "parameters")
 
 
 def parse(argv=None, world=1):
-    """A Config for each arm that a command line asks for. Raises UserError and ModelError."""
-    given = parse_flags(Config, argv, __doc__, PRESETS)
-    arms = given.pop("attn", ["softmax"])
-    if world > 1 and given.get("device", "cuda") == "cuda" and torch.cuda.is_available():
-        given["device"] = f"cuda:{os.environ['LOCAL_RANK']}"
-    if "preset" not in given:
-        shards = any(given.get("data", SHARDS).glob("*.bin"))
-        cuda = pick_device(given.get("device")).type == "cuda"
-        given["preset"] = "gpt2" if shards and cuda else "toy"
-
-    configs = []
-    for attn in arms:
-        config = Config(**PRESETS[given["preset"]] | given | dict(attn=attn))
-        if config.out is None:
-            config.out = Path("out") / config.preset / attn
-        elif len(arms) > 1:
-            config.out = config.out / attn
-        # each process gets the same number of whole sequences, in micro-steps of equal size. So
-        # batch_size may have to be smaller than it was asked for
-        if config.total_batch % (config.block_size * world) != 0:
-            least = f"{config.block_size * world} (block_size x processes)"
-            raise UserError(f"--total_batch={config.total_batch} is no multiple of {least}")
-        sequences = config.total_batch // (config.block_size * world)
-        config.batch_size = min(config.batch_size, sequences)
-        while sequences % config.batch_size != 0:
-            config.batch_size -= 1
-        configs.append(config)
-    return configs
+    """A Config for each arm that a command line asks for."""
+    # the preset first, since it has the defaults of all other flags
+    p = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    is_gpt2 = FINEWEB.exists() and torch.cuda.is_available()
+    p.add_argument("--preset", default="gpt2" if is_gpt2 else "toy")
+    preset = PRESETS.get(p.parse_known_args(argv)[0].preset, PRESETS["toy"])
+    config = tyro.cli(Config, description=__doc__, default=preset, args=argv, use_underscores=True)
+    if config.kernel == "flash_attn":
+        import flash_attn  # if it is missing, say so now
+    sequences = config.total_batch // (config.block_size * world)  # of a process in a step
+    config.batch_size = max(1, min(config.batch_size, sequences))
+    multiple = config.block_size * config.batch_size * world
+    if sequences == 0 or config.total_batch % multiple != 0:
+        raise ValueError(f"total_batch must be a multiple of {multiple}, not {config.total_batch}")
+    out = Path(config.out or f"out/{config.preset}")
+    return [replace(config, attn=attn, out=str(out / attn)) for attn in config.attn.split(",")]
 
 
 # ---- a step
-
 
 @lru_cache(maxsize=2)  # the last batch of an epoch needs the order of the next one, too
 def permutation(n, seed, epoch):
     return np.random.default_rng([seed, epoch]).permutation(n)
 
 
-def load_sequences(data, numbers, config):
-    """These sequences of the data, (len(numbers), T + 1) int64, on the device."""
-    sequences = [data.sequence(int(i), config.block_size) for i in numbers]
-    tokens = torch.from_numpy(np.stack(sequences))
-    if tokens.max() >= config.vocab_size:
-        problem = f"token {tokens.max()}, but its tokenizer has {config.vocab_size} tokens"
-        raise UserError(f"--data holds {problem}. Was another tokenizer used to prepare it?")
-    if config.device.type == "cuda":
-        return tokens.pin_memory().to(config.device, non_blocking=True)  # we don't wait for that
-    return tokens.to(config.device)
-
-
 def batch(data, config, step, micro_step, rank=0, world=1):
     """The sequences of a micro-step of this process, (batch_size, T + 1).
 
     The epochs lie end to end, each shuffled in its own way. They are cut into steps, a step into
-    micro-steps, and a micro-step into one part for each process: with 2 processes and a batch_size
-    of 4 the first one has the sequences 0 to 3, and the second one 4 to 7.
+    micro-steps, and a micro-step into one part for each process.
     """
-    n = data.sequences(config.block_size)
+    n = (len(data) - 1) // config.block_size
     first = step * (config.total_batch // config.block_size)
     first += (micro_step * world + rank) * config.batch_size
     numbers = []
     for i in range(first, first + config.batch_size):
         order = permutation(n, config.seed, epoch=i // n)
         numbers.append(order[i % n])
-    return load_sequences(data, numbers, config)
+    return load_sequences(data, numbers, config.block_size).to(config.device, non_blocking=True)
 
 
 def learning_rate(step, config):
@@ -183,20 +128,19 @@ def learning_rate(step, config):
     return config.lr * (config.steps - step) / (config.steps - warmup)
 
 
-def make_optimizer(model, lr, weight_decay):
+def make_optimizer(model, config):
     """AdamW. Matrices decay, the embedding among them. Norms and lambda vectors do not."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [
-        dict(params=matrices, weight_decay=weight_decay),
-        dict(params=vectors, weight_decay=0.0),
-    ]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+    decaying = dict(params=matrices, weight_decay=config.weight_decay)
+    others = dict(params=vectors, weight_decay=0.0)
+    return torch.optim.AdamW([decaying, others], lr=config.lr, betas=(0.9, 0.95), fused=True)
 
 
 def autocast(config):
     """Matmuls in bf16, if config.dtype says so. Weights and norms stay in float32."""
-    return torch.autocast(config.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
+    device_type = torch.device(config.device).type
+    return torch.autocast(device_type, torch.bfloat16, enabled=config.dtype == "bfloat16")
 
 
 def training_step(model, optimizer, data, config, step, rank=0, world=1):
@@ -205,11 +149,8 @@ def training_step(model, optimizer, data, config, step, rank=0, world=1):
     Returns two tensors: the loss before the update, as the mean over this process's sequences, and
     the norm of the gradient before clipping.
     """
-    # for dropout in an arm of yours: it has to be the same in a run that was resumed
-    torch.manual_seed((config.seed + step * world + rank) % 2**63)
     for param_group in optimizer.param_groups:
         param_group["lr"] = learning_rate(step, config)
-
     micro_steps = config.total_batch // (config.batch_size * config.block_size * world)
     loss_sum = torch.zeros((), device=config.device)
     for micro_step in range(micro_steps):
@@ -223,7 +164,6 @@ def training_step(model, optimizer, data, config, step, rank=0, world=1):
             loss = model(tokens[:, :-1], tokens[:, 1:])[1]
         (loss / micro_steps).backward()
         loss_sum += loss.detach()
-
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -231,18 +171,17 @@ def training_step(model, optimizer, data, config, step, rank=0, world=1):
     return loss_sum / micro_steps, grad_norm
 
 
-# ---- evaluation
-
+# ---- an evaluation
 
 @torch.no_grad()
 def evaluate(model, val, config, rank=0, world=1):
     """The mean loss in nats of the first sequences of val: the same for each arm, at each step."""
     model.eval()
-    n = min(max(1, config.eval_tokens // config.block_size), val.sequences(config.block_size))
-    B = config.batch_size
+    n, B = max(1, min(config.eval_tokens, len(val) - 1) // config.block_size), config.batch_size
     total = torch.zeros((), device=config.device)
     for first in range(rank * B, n, world * B):
-        tokens = load_sequences(val, range(first, min(first + B, n)), config)
+        tokens = load_sequences(val, range(first, min(first + B, n)), config.block_size)
+        tokens = tokens.to(config.device, non_blocking=True)
         with autocast(config):
             loss = model(tokens[:, :-1], tokens[:, 1:])[1]
         total += loss * len(tokens)  # the last batch may be smaller
@@ -252,247 +191,150 @@ def evaluate(model, val, config, rank=0, world=1):
     return total.item() / n
 
 
-def sample_text(model, config, tokenizer, max_new_tokens=40):
-    """What the model makes of PROMPT if it takes the likeliest token each time."""
-    model.eval()
-    enc = get_tokenizer(tokenizer)
-    idx = torch.tensor([enc.encode_ordinary(PROMPT)], device=config.device)
+def look_at(model, enc, config):
+    """lambda of each layer, where it is one number, and a sample: the likeliest token each time."""
+    text = "Once upon a time"
+    x = torch.zeros(1, 1, config.n_embd, device=config.device)  # for such a lambda any x will do
+    lambdas = [block.attn.lam(x) for block in model.blocks if hasattr(block.attn, "lam")]
+    idx = torch.tensor([enc.encode_ordinary(text)], device=config.device)
     with autocast(config):
-        tokens = [token.item() for token in model.generate(idx, max_new_tokens, temperature=0)]
+        tokens = [token.item() for token in model.eval().generate(idx, 40, temperature=0)]
     model.train()
-    tokens = [token for token in tokens if token != enc.eot_token]
-    return PROMPT + enc.decode(tokens, errors="replace")
-
-
-def lambdas_of(model):
-    """lambda of each layer, or None where it is not one number a layer."""
-    lambdas = [block.attn.lambda_full() for block in model.blocks]
-    if lambdas[0] is None or lambdas[0].numel() > 1:
-        return None
-    return [x.item() for x in lambdas]
-
-
-# bf16 FLOP/s without sparsity, from NVIDIA's data sheets, by what is in a card's name. Of H100s the
-# one with HBM3 is the SXM card. Another card has no MFU
-PEAK = {"H100 80GB HBM3": 989e12, "H100 PCIe": 756e12, "H200": 989e12, "A100": 312e12}
-
-
-def flops_per_token(model):
-    """Forward and backward as PaLM counts them (2204.02311, Appendix B), as if it were softmax."""
-    config = model.config
-    parameters = sum(p.numel() for p in model.parameters())
-    return 6 * parameters + 12 * config.n_layer * config.n_embd * config.block_size
+    text += enc.decode(tokens, errors="replace")
+    return {"lambda": [round(x.item(), 4) for x in lambdas if x.ndim == 0], "sample": text}
 
 
 # ---- a run
 
+def refuse_another(there, here):
+    """SystemExit if the run that is there, by the first line of its log, is not the one here."""
+    for name, value in here.items():
+        if name not in FREE and there.get(name) != value:
+            difference = f"{name} is {there.get(name)!r} there and {value!r} here"
+            sys.exit(f"{here['out']} is another run: {difference}. Take another --out or --restart")
 
-def load_run(config, info):
-    """The model of the run in the folder, or None if there is no run.
 
-    info: the first line of the log, as this command would write it. UserError if the folder holds
-    another run.
-    """
-    path = config.out / "ckpt.pt"
-    log = config.out / "log.jsonl"
-    if config.restart:
-        return None
-    if not path.exists():
-        if log.exists():
-            raise UserError(f"{log} is there, but its ckpt.pt is not: --restart discards the log")
-        return None
-    remedy = "Take another --out, or --restart discards that run"
+def first_line(config, data, val):
+    """The first line of the log, which says what the run is. Refuses another run's folder."""
+    ends = np.concatenate([data[:1000], data[-1000:], val[:1000], val[-1000:]])
+    if ends.max() >= config.vocab_size or min(len(data), len(val)) <= config.block_size:
+        raise ValueError(f"--data={config.data} is too short, or not of a tokenizer that we know")
+    head = asdict(config) | dict(train_tokens=len(data), val_tokens=len(val), ends=int(ends.sum()))
+    log = Path(config.out) / "log.jsonl"
+    if log.exists() and not config.restart:
+        refuse_another(json.loads(log.read_text().partition("\n")[0]), head)
+    return head | dict(torch=str(torch.__version__), date=time.strftime("%Y-%m-%d"))
+
+
+def resume(path, model, optimizer, head):
+    """Loads the checkpoint. Returns its step, and the log up to there, which lies in it, too."""
     try:
-        model = GPT.load(path, config.device, flash=config.flash, kernel=config.kernel).train()
-    except ModelError as e:
-        raise UserError(f"{e}. {remedy}") from None
-    there = model.extra.get("run")
-    if not isinstance(there, dict) or not {"step", "val_loss", "optimizer"} <= model.extra.keys():
-        raise UserError(f"{path} is not of train.py. {remedy}")
-    differences = []
-    for name in [*IDENTITY, "data_sha256"]:
-        if there.get(name) != info[name]:
-            differences.append(f"{name} is {there.get(name)!r} there and {info[name]!r} here")
-    if differences:
-        raise UserError(f"{config.out} is another run's: {', '.join(differences)}. {remedy}")
-    return model
+        there = GPT.load(path)
+    except ValueError as e:
+        sys.exit(f"{e}. --restart discards that run")
+    refuse_another(there.extra["log"][0], head)
+    model.load_state_dict(there.state_dict())
+    optimizer.load_state_dict(there.extra["optimizer"])
+    return there.extra["step"], there.extra["log"]
 
 
-def show(record, config):
-    """Prints a record of the log."""
-    parts = [f"step {record['step']:>5}/{config.steps}"]
-    if "train_loss" in record:
-        parts.append(f"train {record['train_loss']:.4f}")
-        parts.append(f"lr {record['lr']:.2e}")
-        parts.append(f"norm {record['grad_norm']:5.2f}")
-        parts.append(f"{record['tok_per_s']:,.0f} tok/s")
-        if record["mfu"] is not None:
-            parts.append(f"MFU {record['mfu']:.1%}")
-        seconds = (config.steps * config.total_batch - record["tokens"]) / record["tok_per_s"]
-        parts.append(f"{timedelta(seconds=round(seconds))} left")
-    if "val_loss" in record:
-        parts.append(f"val {record['val_loss']:.4f}")
-        if record["lambda"] is not None:
-            parts.append("lambda " + " ".join(f"{x:.2f}" for x in record["lambda"]))
-    print0(" | ".join(parts))
-    if "sample" in record:
-        print0(f"      {record['sample']!r}")
+def train(config, head, data, val, tokenizer, rank=0, world=1):
+    """Trains one model to its last step. Returns the lines of its log."""
+    out = Path(config.out)
+    torch.manual_seed(config.seed)  # for an arm of your own that draws its first weights itself
+    model = GPT(config, config.seed).to(config.device)
+    optimizer = make_optimizer(model, config)
+    size = sum(p.numel() for p in model.parameters())
+    step, log = 0, [head | dict(parameters=size)]
+    if (out / "ckpt.pt").exists() and not config.restart:
+        step, log = resume(out / "ckpt.pt", model, optimizer, head)
+    if rank == 0:
+        print(f"{config.attn}: {size:,} parameters, from step {step} -> {out}")
+        out.mkdir(parents=True, exist_ok=True)
+        if step == 0:
+            (out / "ckpt.pt").unlink(missing_ok=True)
+        (out / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
+    compiled = model
+    if config.compile and config.device.startswith("cuda"):
+        torch.compiler.reset()  # or the later arms of a list would not be compiled any more
+        # dynamic=False, or a smaller last batch of an evaluation would make all sizes unknown
+        compiled = torch.compile(model, dynamic=False)
+    trained = DistributedDataParallel(compiled) if world > 1 else compiled
 
-
-def not_finite(record):
-    """What of a record is inf or NaN, like "train_loss nan", or an empty string."""
-    numbers = {name: x for name, x in record.items() if isinstance(x, float)}
-    return ", ".join(f"{name} {x}" for name, x in numbers.items() if not math.isfinite(x))
-
-
-def train_one(config, train, val, info, rank, world, check_lock):
-    """Trains one run, from its seed or from where it stopped. Returns its last val loss, or inf.
-
-    train, val: the data. info: the first line of the log. check_lock: what locked() yields.
-    """
-    # the folder was looked at before, but another program may have written there since
-    raw_model = load_run(config, info)
-    if raw_model is None:
-        raw_model = GPT(config.model_config(), config.seed).to(config.device)
-    start = raw_model.extra.get("step", 0)
-    parameters = sum(p.numel() for p in raw_model.parameters())
-    info["parameters"] = parameters
-    work = f"{config.steps} steps of {config.total_batch:,} tokens"
-    print0(f"{config.attn}: {parameters / 1e6:.2f} M parameters, {work} -> {config.out}")
-    if start == config.steps:
-        print0(f"{config.out}: finished, {config.steps} steps (--restart starts over)")
-        return raw_model.extra["val_loss"]
-    optimizer = make_optimizer(raw_model, config.lr, config.weight_decay)
-    if start > 0:
-        print0(f"goes on after step {start}")
-        optimizer.load_state_dict(raw_model.extra.pop("optimizer"))
-    compiled = raw_model
-    if config.compile:
-        torch.compiler.reset()  # forget the compiled code of the arm before
-        compiled = torch.compile(raw_model)
-    model = DistributedDataParallel(compiled) if world > 1 else compiled
-    peak = [flops for card, flops in PEAK.items() if card in info["device_name"]]
-    full_speed = None  # in tokens per second
-    if peak and config.dtype == "bfloat16":
-        full_speed = peak[0] * world / flops_per_token(raw_model)
-
-    # when a pass of this loop begins, `step` updates are done. It may log and evaluate that state,
-    # and then it makes the next update. loss and grad_norm are those of the last one
-    loss = grad_norm = None
-    last_logged = start
+    logged = step
     clock = time.perf_counter()
-    for step in range(start, config.steps + 1):
-        evaluate_now = step % config.eval_every == 0 or step == config.steps
-        # to look at the loss we have to wait for the GPU, so we don't do it every time. The step of
-        # the checkpoint from which we go on is in the log already. Of step 0 that is not sure: a
-        # kill may have come between its checkpoint and the log
-        is_new = step > start or step == 0
-        if is_new and (evaluate_now or step % config.log_every == 0):
+    try:
+        while step < config.steps and "diverged" not in log[-1]:
+            loss, grad_norm = training_step(trained, optimizer, data, config, step, rank, world)
+            step += 1
+            evaluate_now = step % config.eval_every == 0 or step == config.steps
+            if not evaluate_now and step % config.log_every != 0:
+                continue  # to look at the loss we have to wait for the GPU
+            if world > 1:
+                dist.all_reduce(loss)
             record = dict(step=step, tokens=step * config.total_batch)
-            if step > 0:
-                if world > 1:
-                    dist.all_reduce(loss)
-                record["train_loss"] = loss.item() / world  # of this one step
-                record["lr"] = learning_rate(step - 1, config)
-                record["grad_norm"] = grad_norm.item()
-                seconds = time.perf_counter() - clock
-                record["tok_per_s"] = (step - last_logged) * config.total_batch / seconds
-                record["mfu"] = record["tok_per_s"] / full_speed if full_speed else None
+            record |= dict(train_loss=loss.item() / world, grad_norm=grad_norm.item())
+            record["lr"] = learning_rate(step - 1, config)
+            speed = (step - logged) * config.total_batch / (time.perf_counter() - clock)
+            left = (config.steps - step) * config.total_batch / speed / 60
+            record |= dict(tok_per_s=round(speed), minutes_left=left)
+            if config.device.startswith("cuda") and "H100" in torch.cuda.get_device_name():
+                # forward and backward as PaLM counts them (2204.02311, B), as if it were softmax
+                flops = 6 * size + 12 * config.n_layer * config.n_embd * config.block_size
+                record["mfu"] = speed * flops / (world * 989e12)  # of an H100's peak in bf16
             if evaluate_now:
                 record["val_loss"] = evaluate(compiled, val, config, rank, world)
-                record["lambda"] = lambdas_of(raw_model)
-                if step > 0:
-                    record["sample"] = sample_text(raw_model, config, info["tokenizer"])
-            bad = not_finite(record)
-            if bad:  # such a model does not recover, and must not replace the checkpoint
-                record = dict(step=step, tokens=record["tokens"], diverged=bad)
+                record |= look_at(model, get_tokenizer(tokenizer), config)
+            if not math.isfinite(record["train_loss"] + record.get("val_loss", 0)):
+                # such a model does not recover, and must not replace the checkpoint
+                record = dict(step=step, diverged="the last checkpoint is kept. Try a lower --lr")
+            log.append(record)
             if rank == 0:
-                save(record, config, raw_model, optimizer, info, check_lock)
-            if bad:
-                rest = "The last checkpoint is kept. Try a lower --lr, with another --out"
-                print0(f"{config.out} diverged at step {step}: {bad}. {rest}", file=sys.stderr)
-                return math.inf
-            show(record, config)
-            last_logged = step
+                with open(out / "log.jsonl", "a") as f:
+                    f.write(json.dumps(record) + "\n")
+                shown = {name: f"{x:.5g}" if type(x) is float else x for name, x in record.items()}
+                print(" | ".join(f"{name} {x}" for name, x in shown.items()), flush=True)
+            if rank == 0 and "val_loss" in record:
+                more = dict(step=step, log=log, optimizer=optimizer.state_dict())
+                model.save(out / "ckpt.pt", tokenizer=tokenizer, **more)
+            logged = step
             clock = time.perf_counter()
-        if step < config.steps:
-            loss, grad_norm = training_step(model, optimizer, train, config, step, rank, world)
-    return record["val_loss"]
-
-
-def save(record, config, model, optimizer, info, check_lock):
-    """Writes a record to the log, and then, with an evaluation, the checkpoint.
-
-    At step 0 the checkpoint comes first: the log of an old run goes only when there is a new one.
-    """
-    check_lock()
-    log = config.out / "log.jsonl"
-    step = record["step"]
-    if step > 0:
-        if not log.exists():
-            write_json(log, info)
-        add_to_log(log, record)
-    if "val_loss" not in record:
-        return
-    # nobody resumes a finished run, and the optimizer is twice as large as the model
-    state = optimizer.state_dict() if step < config.steps else None
-    more = dict(step=step, val_loss=record["val_loss"], tokenizer=info["tokenizer"], run=info)
-    model.save(config.out / "ckpt.pt", optimizer=state, **more)
-    if step == 0:
-        write_json(log, info, record)
+    except KeyboardInterrupt:
+        saved = max([record["step"] for record in log if "val_loss" in record], default=0)
+        sys.exit(f"\nstopped at step {step}: without --restart it goes on from step {saved}")
+    return log
 
 
 def main(argv=None):
     """Trains the runs that a command line asks for. Returns the last val loss of each."""
-    rank, world = processes()
-    configs = parse(argv, world)
-    config = configs[0]  # the arms differ in nothing else
-    if config.device.type == "cuda":
-        torch.cuda.set_device(config.device)  # make it what "cuda" means from here on
-    if world > 1:
-        dist.init_process_group()
+    rank = int(os.environ.get("RANK", 0))  # torchrun starts `world` processes and numbers them
+    world = int(os.environ.get("WORLD_SIZE", 1))
     torch.set_float32_matmul_precision("high")  # TF32, where matmuls are in float32
-
-    train, val, tokenizer, about = load_data(config.data)
-    print0(f"preset {config.preset} on {device_name(config.device)}, {config.dtype}")
-    splits = f"{train.tokens:,} tokens to train on, {val.tokens:,} val ({about['val']})"
-    print0(f"data {about['data']}: {splits}")
-    if train.tokens <= config.total_batch or val.tokens <= config.block_size:
-        least = f"more than {config.total_batch:,} to train on and {config.block_size:,} val"
-        raise UserError(f"{about['data']} is too short: a run needs {least}")
-
-    about |= dict(tokenizer=tokenizer, date=time.strftime("%Y-%m-%d"), commit=commit())
-    about |= dict(device_name=device_name(config.device), torch=torch.__version__)
-    about |= dict(python=platform.python_version())
-    infos = []  # the first lines of the logs: all that is known of a run before it begins
-    for config in configs:
-        config.vocab_size = get_tokenizer(tokenizer).n_vocab
-        check_forms(config.model_config())
-        # paths and devices turn into their names
-        infos.append(json.loads(json.dumps(asdict(config) | about, default=str)))
-        load_run(config, infos[-1])  # refuse a folder now, and not after hours of another arm
-    losses = []
-    for config, info in zip(configs, infos):
-        with locked(config.out) if rank == 0 else nullcontext() as check_lock:
-            losses.append(train_one(config, train, val, info, rank, world, check_lock))
+    try:
+        configs = parse(argv, world)
+        data, val, tokenizer = load_data(configs[0].data)
+        configs = [replace(c, vocab_size=get_tokenizer(tokenizer).n_vocab) for c in configs]
+        heads = [first_line(config, data, val) for config in configs]
+    except (ValueError, OSError, ImportError) as e:
+        sys.exit(f"train.py: {e}")
+    if world > 1:
+        if configs[0].device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group()
+    if rank == 0:
+        print(f"preset {configs[0].preset} on {configs[0].device}, {len(data):,} train tokens")
+    logs = [train(*run, data, val, tokenizer, rank, world) for run in zip(configs, heads)]
     if world > 1:
         dist.destroy_process_group()
-
-    folders = [shlex.quote(str(config.out)) for config in configs]
-    print0(f"\ncompare runs:    python bench.py loss {' '.join(folders)}")
-    if ATTENTION[config.attn].__module__ == "model":  # sample.py knows no arm of another file
-        print0(f"sample from it:  python sample.py --ckpt={folders[-1]}")
+    losses = [log[-1].get("val_loss", math.inf) for log in logs]
+    if rank == 0:
+        for (first, *_, last), loss in zip(logs, losses):
+            print(f"{first['attn']:16} val loss {loss:.4f}, {last.get('tok_per_s', 0):,} tokens/s, "
+                  f"{first['parameters']:,} parameters")
+        print(f"sample from it:  python sample.py --ckpt={configs[-1].out}")
+        print(f"compare seeds:   python -m lab.losses {Path(configs[-1].out).parent}")
     return losses
 
 
-def run():
-    """The program. It fails if a run diverged, and has said why."""
-    try:
-        if math.inf in main():
-            sys.exit(1)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("without --restart the same command goes on") from None
-
-
 if __name__ == "__main__":
-    cli(run)
+    sys.exit(math.inf in main())  # 1 if a run diverged

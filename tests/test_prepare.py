@@ -1,0 +1,102 @@
+"""prepare_fineweb.py, with corpora of every kind, and a stand-in for the hub."""
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import prepare_fineweb
+import train
+from data import EOT, load_data
+from helpers import TOY, need_gpt2, refusal
+
+# more documents than are tokenized at once
+TEXTS = ["Once upon a time", "", "Größe 🙂\u2028 and \r\n\n  more\n", f"{EOT} is text"] * 300
+
+
+def write_shard(path, tokens):
+    header = np.array([20240520, 1, len(tokens)] + [0] * 253, "<i4")
+    Path(path).write_bytes(header.tobytes() + np.array(tokens, "<u2").tobytes())
+
+
+@pytest.fixture
+def corpora():
+    """Writes files of every kind. Returns the tokens of each, by tiktoken."""
+    enc = need_gpt2()
+    Path("all/a").mkdir(parents=True)
+    lines = [json.dumps({"id": 1, "text": text}) for text in TEXTS]
+    Path("all/a/0.jsonl").write_bytes("\r\n".join(["", *lines]).encode())  # as on Windows
+    table = pa.table({"id": range(len(TEXTS)), "text": TEXTS})
+    pq.write_table(table, "all/b.parquet", row_group_size=100)
+    Path("all/c.txt").write_text("one\ndocument\n")
+    write_shard("all/d.bin", range(250))
+    Path("all/README.md").write_text("It belongs to a folder.")
+    tokens = [token for text in TEXTS for token in [50256, *enc.encode_ordinary(text)]]
+    shard = list(range(250))
+    whole = tokens + tokens + [50256, *enc.encode_ordinary("one\ndocument\n")] + shard
+    return {"all/d.bin": shard, "all": whole} | dict.fromkeys(
+        ["all/a/0.jsonl", "all/b.parquet", "hub"], tokens)
+
+
+def prepare(*flags):
+    prepare_fineweb.main(["--out=o", *flags])
+    return np.fromfile("o/val.bin", "<u2").tolist(), np.fromfile("o/train.bin", "<u2").tolist()
+
+
+@pytest.mark.parametrize("source", ["all/a/0.jsonl", "all/b.parquet", "all/d.bin", "all", "hub"])
+def test_a_corpus_becomes_the_tokens_of_tiktoken(source, corpora, monkeypatch):
+    rows = [{"text": text, "score": 3.0} for text in TEXTS]
+    if source == "hub":
+        monkeypatch.setattr(prepare_fineweb, "load_dataset", lambda *args, **kwargs: rows)
+    val, rest = prepare("--val_tokens=6", *[f"--source={source}"] * (source != "hub"))
+    assert val + rest == corpora[source]
+    # val goes to the end of a document
+    assert len(val) < 30 and (rest[0] == 50256 or source == "all/d.bin")
+    assert [x.tolist() for x in load_data("o")[:2]] == [rest, val]
+
+
+def test_what_was_stopped_cannot_be_trained_on_and_begins_anew(monkeypatch):
+    write_shard("x.bin", range(1000))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        # stopped when all is written, and was about to get its name
+        patch.setattr(os, "rename", lambda *args: signal.raise_signal(signal.SIGINT))
+        prepare("--source=x.bin", "--val_tokens=100")
+    with pytest.raises(SystemExit, match="o can't be read"):
+        train.main([*TOY, "--data=o"])
+    whole = list(range(1000))
+    assert prepare("--source=x.bin", "--val_tokens=200") == (whole[:200], whole[200:])
+
+
+@pytest.mark.parametrize("flags, says", [
+    ("--source=all --tokens=9 --val_tokens=9", "val_tokens must be above 0 and below tokens"),
+    ("--source=all --out=all", "all is there already: delete it, or choose another --out"),
+    ("--source=", "--source= is not there"),
+    ("--source=nowhere.jsonl", "--source=nowhere.jsonl is not there"),
+    ("--source=all", "tokens are val, none train: lower --val_tokens"),
+    ("--source=no_text.jsonl", "no_text.jsonl can't be read: KeyError: 'text'"),
+    ("--source=cut.parquet", "cut.parquet can't be read"),
+    ("--source=cut.bin --val_tokens=1", "cut.bin can't be read"),
+])
+def test_what_cannot_be_prepared_is_one_sentence(flags, says, corpora, monkeypatch, capsys):
+    Path("no_text.jsonl").write_text('{"words": "one"}')
+    Path("cut.parquet").write_bytes(Path("all/b.parquet").read_bytes()[:-100])
+    Path("cut.bin").write_bytes(Path("all/d.bin").read_bytes()[:-100])
+    assert says in refusal(f"prepare_fineweb.py --out=o {flags}", monkeypatch, capsys)
+    assert not Path("o").exists()
+
+
+def test_ready_shards_are_fetched_as_far_as_they_are_needed(monkeypatch):
+    def hf_hub_download(repo, name, repo_type):
+        number = int(name[-10:-4])
+        write_shard(name, range(1000 * number, 1000 * number + 1000))
+        return name
+
+    names = ["README.md", "fw_train_000002.bin", "fw_train_000001.bin", "fw_val_000000.bin"]
+    monkeypatch.setattr(prepare_fineweb, "list_repo_files", lambda repo, repo_type: names)
+    monkeypatch.setattr(prepare_fineweb, "hf_hub_download", hf_hub_download)
+    tokens = prepare("--ready", "--val_tokens=1000", "--tokens=1500")
+    assert tokens == (list(range(1000)), list(range(1000, 1500)))
