@@ -23,10 +23,7 @@ def get_tokenizer(name):
 
 
 def load_data(path):
-    """(train, val, name of the tokenizer), the first two as arrays of uint16.
-
-    path: a folder of train.bin and val.bin, a text file, or None for Python's manual.
-    """
+    """(train, val, tokenizer). path: a folder of .bin, a text file, or None: Python's manual."""
     if path is None:
         return *load_manual(), "bytes"
     if Path(path).is_dir():
@@ -59,7 +56,8 @@ def load_text(path):
         text = Path(path).read_bytes()
         text.decode()
     except (OSError, UnicodeDecodeError) as e:
-        raise ValueError(f"--data={path} can't be read as UTF-8 text: {e}") from e
+        hint = "prepare_fineweb.py makes data/fineweb_edu"
+        raise ValueError(f"--data={path} can't be read as UTF-8 text: {e} ({hint})") from e
     tokens = byte_tokens([text])
     n_train = len(tokens) - len(tokens) // 10
     return tokens[:n_train], tokens[n_train:]

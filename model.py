@@ -415,7 +415,7 @@ class GPTConfig:
     vocab_size: int = 50257  # of the tokenizer
     mlp_width: int | None = None  # channels in the MLP (8/3 n_embd; less for diff_v2)
     rope_theta: float = 10000.0  # base of the rotary embedding's angles, 0 for no rotation
-    subln: float | None = None  # initial weight of the heads' norm, 0: none (1 in diff and its like)
+    subln: float | None = None  # initial weight of the heads' norm, 0: none (by the arm)
     kernel: Literal["sdpa", "flash_attn", "map"] = "sdpa"  # what softmax's A V calls; map: slow
 
     def __post_init__(self):

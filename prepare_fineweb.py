@@ -32,7 +32,7 @@ class Config:
     ready: bool = False  # fetch FineWeb-Edu as tokens
     out: Path = FINEWEB  # folder for train.bin and val.bin
     tokens: float = math.inf  # stop after so many, val included
-    val_tokens: float = 1e8  # the first so many are val
+    val_tokens: float = 1e8  # the first so many, to the end of a document, are val
 
     def __post_init__(self):
         if not 0 < self.val_tokens < self.tokens:
@@ -54,9 +54,11 @@ def tokenize(rows):
 
 def read_shard(path):
     """Yields the tokens of a shard of llm.c, in pieces. They come behind 256 int32."""
-    if np.fromfile(path, "<i4", count=1).tolist() != [20240520]:
-        raise ValueError("it does not begin as a shard of llm.c")
-    yield from np.array_split(np.fromfile(path, "<u2", offset=1024), 100)
+    magic, _, n = np.fromfile(path, "<i4", count=3)
+    tokens = np.fromfile(path, "<u2", offset=1024)
+    if magic != 20240520 or len(tokens) != n:
+        raise ValueError("it is not a whole shard of llm.c")
+    yield from np.array_split(tokens, 100)
 
 
 def read_hub(ready):
@@ -71,8 +73,9 @@ def read_hub(ready):
 
 
 def read_own(source):
-    """Yields the tokens of a file, or of all files below a folder, by name."""
-    for path in sorted(Path(source).rglob("*")) if os.path.isdir(source) else [Path(source)]:
+    """Yields the tokens of a file, or of all files below a folder, by name (shards by number)."""
+    paths = Path(source).rglob("*") if os.path.isdir(source) else [Path(source)]
+    for path in sorted(paths, key=lambda p: p.name[-10:] if p.suffix == ".bin" else str(p)):
         kind = KINDS.get(path.suffix)
         options = dict(sample_by="document") if kind == "text" else {}
         try:

@@ -57,11 +57,11 @@ class Config(GPTConfig):
     compile: bool = True  # torch.compile the model (on cuda)
 
     def __post_init__(self):
-        for name in ("n_layer", "block_size", "batch_size", "steps", "eval_every", "log_every"):
+        for name in "n_layer block_size batch_size steps lr eval_every log_every".split():
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
-        if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise ValueError("PyTorch sees no CUDA device here")
+        if self.device != "cpu" and not ("cuda" in self.device and torch.cuda.is_available()):
+            raise ValueError(f"PyTorch sees no {self.device} here")
         if self.vocab_size > 0:  # when the data is known, main asks for each arm by itself
             super().__post_init__()
 
@@ -220,9 +220,11 @@ def first_line(config, data, val):
     if ends.max() >= config.vocab_size or min(len(data), len(val)) <= config.block_size:
         raise ValueError(f"--data={config.data} is too short, or not of a tokenizer that we know")
     head = asdict(config) | dict(train_tokens=len(data), val_tokens=len(val), ends=int(ends.sum()))
+    Path(config.out).mkdir(parents=True, exist_ok=True)
     log = Path(config.out) / "log.jsonl"
-    if log.exists() and not config.restart:
-        refuse_another(json.loads(log.read_text().partition("\n")[0]), head)
+    there = log.read_text().partition("\n")[0] if log.exists() else ""
+    if there.endswith("}") and not config.restart:  # a kill may have cut it
+        refuse_another(json.loads(there), head)
     return head | dict(torch=str(torch.__version__), date=time.strftime("%Y-%m-%d"))
 
 
@@ -250,9 +252,6 @@ def train(config, head, data, val, tokenizer, rank=0, world=1):
         step, log = resume(out / "ckpt.pt", model, optimizer, head)
     if rank == 0:
         print(f"{config.attn}: {size:,} parameters, from step {step} -> {out}")
-        out.mkdir(parents=True, exist_ok=True)
-        if step == 0:
-            (out / "ckpt.pt").unlink(missing_ok=True)
         (out / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
     compiled = model
     if config.compile and config.device.startswith("cuda"):
@@ -261,7 +260,7 @@ def train(config, head, data, val, tokenizer, rank=0, world=1):
         compiled = torch.compile(model, dynamic=False)
     trained = DistributedDataParallel(compiled) if world > 1 else compiled
 
-    logged = step
+    saved = logged = step
     clock = time.perf_counter()
     try:
         while step < config.steps and "diverged" not in log[-1]:
@@ -297,10 +296,10 @@ def train(config, head, data, val, tokenizer, rank=0, world=1):
             if rank == 0 and "val_loss" in record:
                 more = dict(step=step, log=log, optimizer=optimizer.state_dict())
                 model.save(out / "ckpt.pt", tokenizer=tokenizer, **more)
+                saved = step
             logged = step
             clock = time.perf_counter()
     except KeyboardInterrupt:
-        saved = max([record["step"] for record in log if "val_loss" in record], default=0)
         sys.exit(f"\nstopped at step {step}: without --restart it goes on from step {saved}")
     return log
 

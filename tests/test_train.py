@@ -73,7 +73,7 @@ def test_the_rate_rises_to_its_peak_and_falls_to_0():
     ("--attn=softmax,diff --n_head=1", "n_head must be a multiple of 2, not 1"),
     ("--total_batch=3000", "total_batch must be a multiple of 2048, not 3000"),
     ("--device=tpu9", "tpu9"),
-    ("--device=cuda", "PyTorch sees no CUDA device here"),
+    ("--device=cuda", "PyTorch sees no cuda here"),
     ("--kernel=flash_attn", "flash_attn"),
     ("--out=short.txt/x", "short.txt"),
     ("--data=short.txt", "short.txt is too short"),
