@@ -66,8 +66,7 @@ def load_text(path):
 def load_manual():
     """The bytes of Python's manual. Val is every tenth topic, from number 6 on.
 
-    The manual repeats itself, and what stands in train tests nothing. So val loses the lines that
-    train has, too, unless they are short: two topics can well say "Example:".
+    The manual repeats itself. So val loses the lines that train has, too, unless they are short.
     """
     from pydoc_data.topics import topics
 

@@ -421,7 +421,7 @@ class GPTConfig:
     def __post_init__(self):
         if self.attn not in ATTENTION:
             arms = ", ".join(ATTENTION)
-            raise ValueError(f"attn must be one of {arms}, not {self.attn!r} (yours? run its file)")
+            raise ValueError(f"attn is {self.attn!r} (yours? run its file), and not one of {arms}")
         arm = ATTENTION[self.attn]  # which may be any module: hence getattr
         multiple = getattr(arm, "heads_per_value", 1)
         if self.n_head < 1 or self.n_head % multiple != 0:

@@ -294,7 +294,7 @@ FIRST |= dict(linear=222.654524, linear_average=223.054524, diff_linear=270.5628
 
 def test_impossible_models_are_refused():
     for settings, message in [
-        (dict(attn="cosine"), "attn must be one of softmax, .*, diff_linear, .*not 'cosine'"),
+        (dict(attn="cosine"), "attn is 'cosine' .*, and not one of softmax, .*, diff_linear"),
         (dict(attn="diff", n_head=1), "n_head must be .*, not 1"),
         (dict(n_embd=36), "n_embd must be a multiple of 8, not 36"),
     ]:

@@ -62,7 +62,7 @@ class Config(GPTConfig):
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
         if self.device != "cpu" and not ("cuda" in self.device and torch.cuda.is_available()):
             raise ValueError(f"PyTorch sees no {self.device} here")
-        if self.vocab_size > 0:  # when the data is known, main asks for each arm by itself
+        if self.vocab_size > 0:  # main knows the data, and asks for each arm by itself
             super().__post_init__()
 
 
@@ -75,7 +75,7 @@ PRESETS = {
 
 # what may differ when a run goes on: these don't say what the run is
 FREE = ("preset", "data", "out", "restart", "kernel", "batch_size", "eval_every", "log_every",
-        "device", "compile", "torch", "date", "parameters")
+        "device", "compile", "torch", "date")
 
 
 def parse(argv=None, world=1):
@@ -222,14 +222,15 @@ def first_line(config, data, val):
     head = asdict(config) | dict(train_tokens=len(data), val_tokens=len(val), ends=int(ends.sum()))
     Path(config.out).mkdir(parents=True, exist_ok=True)
     log = Path(config.out) / "log.jsonl"
-    there = log.read_text().partition("\n")[0] if log.exists() else ""
-    if there.endswith("}") and not config.restart:  # a kill may have cut it
-        refuse_another(json.loads(there), head)
+    if config.restart:
+        (log.parent / "ckpt.pt").unlink(missing_ok=True)
+    elif log.exists() and "}\n" in log.read_text():  # a kill may have cut its first line
+        refuse_another(json.loads(log.read_text().partition("\n")[0]), head)
     return head | dict(torch=str(torch.__version__), date=time.strftime("%Y-%m-%d"))
 
 
 def resume(path, model, optimizer, head):
-    """Loads the checkpoint. Returns its step, and the log up to there, which lies in it, too."""
+    """Loads the checkpoint. Returns its step and its copy of the log, which ends there."""
     try:
         there = GPT.load(path)
     except ValueError as e:
@@ -248,7 +249,7 @@ def train(config, head, data, val, tokenizer, rank=0, world=1):
     optimizer = make_optimizer(model, config)
     size = sum(p.numel() for p in model.parameters())
     step, log = 0, [head | dict(parameters=size)]
-    if (out / "ckpt.pt").exists() and not config.restart:
+    if (out / "ckpt.pt").exists():
         step, log = resume(out / "ckpt.pt", model, optimizer, head)
     if rank == 0:
         print(f"{config.attn}: {size:,} parameters, from step {step} -> {out}")

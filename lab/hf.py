@@ -10,101 +10,75 @@ $ python -m lab.hf out/gpt2/diff hub_folder
 softmax becomes a LlamaForCausalLM, and diff a DiffLlamaForCausalLM. The others have no counterpart.
 """
 import argparse
+import json
+from pathlib import Path
 
-from common import UserError, cli, find_checkpoint, path
 from data import EOT, get_tokenizer
-from lab import report
+from lab.real import bytes_of_letters
 from model import GPT, NORM_EPS
+from sample import find_checkpoint
 
-
-def refuse(model):
-    """UserError if transformers has no model that computes the same."""
-    config = model.config
-    diff = config.attn == "diff"
-    reasons = {
-        f"--attn={config.attn}": config.attn not in ("softmax", "diff"),
-        "--decay": config.decay,
-        "--rope_theta=0": config.rope_theta == 0,
-        "--subln on softmax, or without it on diff": (model.blocks[0].attn.subln is None) == diff,
-        "a --lambda_init of one's own": config.lambda_init is not None,
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise UserError(f"transformers has no model with {reason}, so this one can't go there")
-
-
-def to_halves(weight, n_head):
-    """Rows for their rotation, which pairs channels i and i + d/2. Ours pairs 2i and 2i + 1."""
-    heads = weight.unflatten(0, (n_head, -1, 2))  # (H, d/2, 2, C)
-    return heads.transpose(1, 2).flatten(0, 2)
-
-
-def branches_apart(weight, n_head):
-    """Rows with all first branches, or halves of values, first. Ours has each pair side by side."""
-    heads = weight.unflatten(0, (n_head // 2, 2, -1))  # (h, 2, d, C)
-    return heads.transpose(0, 1).flatten(0, 2)
+# parts of a parameter's name in model.py and there, to be replaced in this order
+NAMES = {
+    "wte.": "model.embed_tokens.", "blocks.": "model.layers.",
+    "norm1.": "input_layernorm.", "norm2.": "post_attention_layernorm.",
+    "attn.": "self_attn.", "out_proj.": "o_proj.",
+}
 
 
 def convert(model):
-    """The transformers model that computes what this GPT computes. UserError if there is none."""
+    """The transformers model that computes what this GPT computes. SystemExit if there is none."""
     import transformers
 
-    refuse(model)
     config = model.config
-    state = {name: p.float() for name, p in model.state_dict().items()}
+    attn = config.attn
+    problems = {
+        attn: attn not in ("softmax", "diff"),
+        "rope_theta=0": config.rope_theta == 0,
+        f"{attn} and subln={config.subln:g}": (config.subln > 0) != (attn == "diff"),
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            raise SystemExit(f"transformers has no model with {problem}")
     settings = dict(
         vocab_size=config.vocab_size,
         hidden_size=config.n_embd,
-        intermediate_size=len(state["blocks.0.mlp.gate_proj.weight"]),
+        intermediate_size=config.mlp_width,
         num_hidden_layers=config.n_layer,
         num_attention_heads=config.n_head,
         num_key_value_heads=config.n_head,
         max_position_embeddings=config.block_size,
         rms_norm_eps=NORM_EPS,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        rope_theta=config.rope_theta,  # which transformers 5 makes rope_parameters of
         tie_word_embeddings=True,
         bos_token_id=config.vocab_size - 1,
         eos_token_id=config.vocab_size - 1,  # <|endoftext|> is our last token
     )
-    if config.attn == "diff":
-        theirs = transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**settings))
-    else:
-        theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+    family = "DiffLlama" if attn == "diff" else "Llama"
+    their_config = getattr(transformers, f"{family}Config")(**settings)
+    theirs = getattr(transformers, f"{family}ForCausalLM")(their_config)
 
-    embedding = state["wte.weight"][: config.vocab_size]
-    new = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding}
-    new["model.norm.weight"] = state["norm.weight"]
-    for i in range(config.n_layer):
-        ours = f"blocks.{i}."
-        layer = f"model.layers.{i}."
-        new[layer + "input_layernorm.weight"] = state[ours + "norm1.weight"]
-        new[layer + "post_attention_layernorm.weight"] = state[ours + "norm2.weight"]
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            new[f"{layer}mlp.{name}.weight"] = state[f"{ours}mlp.{name}.weight"]
-        new |= convert_attention(state, ours + "attn.", layer + "self_attn.", config)
+    state = {name: p.float() for name, p in model.state_dict().items()}
+    state["wte.weight"] = state["wte.weight"][: config.vocab_size]
+    new = {"lm_head.weight": state["wte.weight"], "model.norm.weight": state.pop("norm.weight")}
+    for name, w in state.items():
+        kind = name.split(".")[-2]
+        if kind in ("q_proj", "k_proj"):
+            # their rotation turns the channels i and i + d/2, and ours 2i and 2i + 1
+            w = w.unflatten(0, (config.n_head, -1, 2)).transpose(1, 2).flatten(0, 2)  # (C, C)
+        if attn == "diff":
+            if kind in ("q_proj", "k_proj", "v_proj"):
+                # theirs has all first maps, or halves of values, and then all second ones
+                w = w.unflatten(0, (config.n_head // 2, 2, -1)).transpose(0, 1).flatten(0, 2)
+            if kind == "out_proj":  # their norm has no weight: ours goes into this projection
+                w = w * state[name.replace("out_proj", "subln")].repeat(config.n_head // 2)
+            if kind == "subln":
+                continue
+        for ours, part in NAMES.items():
+            name = name.replace(ours, part)
+        new[name] = w
     theirs.load_state_dict(new)
     return theirs.eval()
-
-
-def convert_attention(state, ours, theirs, config):
-    """The parameters of one layer of attention, under their names."""
-    new = {}
-    for name in ("q_proj", "k_proj"):
-        weight = to_halves(state[f"{ours}{name}.weight"], config.n_head)
-        if config.attn == "diff":
-            weight = branches_apart(weight, config.n_head)
-        new[f"{theirs}{name}.weight"] = weight
-    v = state[ours + "v_proj.weight"]
-    out = state[ours + "out_proj.weight"]
-    if config.attn == "diff":
-        v = branches_apart(v, config.n_head)
-        # their norm has no weight: ours goes into the projection behind it
-        out = out * state[ours + "subln.weight"].repeat(config.n_head // 2)
-        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
-            new[theirs + name] = state[ours + name]
-    new[theirs + "v_proj.weight"] = v
-    new[theirs + "o_proj.weight"] = out
-    return new
 
 
 def convert_tokenizer(enc):
@@ -112,23 +86,15 @@ def convert_tokenizer(enc):
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    # GPT-2 writes each byte as a letter. The printable ones stand for themselves, and the letters
-    # of the others follow in order, from 256 on
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    printable = [ord(letter) for letter in letters if ord(letter) < 256]
-    others = [byte for byte in range(256) if byte not in printable]
-    of_byte = dict(zip(printable + others, letters))
-
-    def spell(token):
-        return "".join(of_byte[byte] for byte in token)
-
+    letter_of = {byte: letter for letter, byte in bytes_of_letters().items()}
     ranks = enc._mergeable_ranks
-    vocab = {spell(token): rank for token, rank in ranks.items()} | {EOT: enc.eot_token}
+    spelled = {token: "".join(letter_of[byte] for byte in token) for token in ranks}
+    vocab = {spelled[token]: rank for token, rank in ranks.items()} | {EOT: enc.eot_token}
     merges = []
-    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+    for token in sorted(ranks, key=ranks.get):
         if len(token) > 1:
-            left, right = last_merge(token, rank, ranks)
-            merges.append((spell(left), spell(right)))
+            left, right = last_merge(token, ranks)
+            merges.append((spelled[left], spelled[right]))
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -136,12 +102,12 @@ def convert_tokenizer(enc):
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
-def last_merge(token, rank, ranks):
+def last_merge(token, ranks):
     """The two tokens that were merged into this one: what merges of lower rank leave of it."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         pairs = [parts[i] + parts[i + 1] for i in range(len(parts) - 1)]
-        i = min(range(len(pairs)), key=lambda i: ranks.get(pairs[i], rank))
+        i = min(range(len(pairs)), key=lambda i: ranks.get(pairs[i], ranks[token]))
         parts[i : i + 2] = [pairs[i]]
     return parts
 
@@ -149,23 +115,36 @@ def last_merge(token, rank, ranks):
 def main(argv=None):
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m lab.hf", description=__doc__, formatter_class=style)
-    parser.add_argument("ckpt", type=path, help="checkpoint, or the folder of a run")
-    parser.add_argument("folder", type=path, help="a new folder for transformers")
+    parser.add_argument("ckpt", type=Path, help="checkpoint, or the folder of a run")
+    parser.add_argument("folder", type=Path, help="a new folder for transformers")
     args = parser.parse_args(argv)
-    report.need("transformers")
     if args.folder.exists():
-        raise UserError(f"{args.folder} is there already: name a new folder")
+        raise SystemExit(f"{args.folder} is there already: name a new folder")
     file = find_checkpoint(args.ckpt)
-    model = GPT.load(file)
-    if isinstance(model.extra.get("tokenizer"), dict):
-        raise UserError(f"{file} has a tokenizer of its own, and only gpt2 and bytes can go there")
-    theirs = convert(model)
-    tokenizer = convert_tokenizer(get_tokenizer(model.extra.get("tokenizer")))
+    try:
+        model = GPT.load(file)
+        name = model.extra["tokenizer"]
+        if name not in ("gpt2", "bytes"):
+            raise SystemExit(f"{file} has a tokenizer of its own: only gpt2 and bytes can go there")
+        theirs = convert(model)
+        tokenizer = convert_tokenizer(get_tokenizer(name))
+    except ImportError as e:
+        raise SystemExit(f"{e}: pip install -r lab/requirements.txt") from None
+    except (ValueError, OSError) as e:  # no checkpoint, or gpt2's vocabulary without a network
+        raise SystemExit(f"{e!s:.300}") from None
     tokenizer.model_max_length = model.config.block_size
     theirs.save_pretrained(args.folder)
     tokenizer.save_pretrained(args.folder)
+    # transformers 4 reads what version 5 does not write any more
+    more = {
+        "config.json": dict(rope_theta=model.config.rope_theta),
+        "tokenizer_config.json": dict(tokenizer_class="PreTrainedTokenizerFast"),
+    }
+    for name, settings in more.items():
+        path = args.folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | settings, indent=2))
     print(f"{file} is now a {type(theirs).__name__} in {args.folder}")
 
 
 if __name__ == "__main__":
-    cli(main)
+    main()

@@ -311,6 +311,6 @@ def test_what_cannot_be_sampled_is_one_sentence(monkeypatch, capsys):
     with monkeypatch.context() as patch:  # an arm of another file
         patch.setitem(ATTENTION, "mine", type("Mine", (Softmax,), {}))
         train.main([*TOY, "--steps=1", "--attn=mine"])
-    assert "not 'mine' (yours? run its file)" in says("--ckpt=out/toy/mine")
+    assert "attn is 'mine' (yours? run its file)" in says("--ckpt=out/toy/mine")
     os.truncate("out/toy/mine/ckpt.pt", 10_000)
     assert "out/toy/mine/ckpt.pt can't be loaded" in says("")

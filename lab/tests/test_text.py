@@ -1,126 +1,69 @@
-"""sweep.py and text.py: the search for a rate, the controls, and the tables."""
-import json
-import math
+"""lab/text.py: its rows, a small experiment with two of them, and the page's numbers."""
+import statistics
 
-import pytest
 import torch
 
 import train
-from common import UserError
-from lab import sweep, text
-from model import ATTENTION, GPT, GPTConfig, compare_forms
+from lab import stats, text
+from model import ATTENTION
 
 torch.set_num_threads(1)
 
-# flags of a run of a second
-TINY = "--preset=toy --device=cpu --n_layer=1 --n_embd=16 --n_head=2 --block_size=16 "
-TINY += "--total_batch=32 --steps=2 --eval_tokens=64"
+
+def test_each_row_can_be_trained_and_is_compared():
+    for row, flags in text.ROWS.items():
+        (config,) = train.parse([*text.FLAGS.split(), *flags.split()])
+        assert config.attn in ATTENTION
+        assert text.reported_seeds(row) and not set(text.CHOOSE_ON) & set(text.reported_seeds(row))
 
 
-@pytest.mark.parametrize("start", [0.001, 0.004, 0.032])
-def test_the_best_rate_is_found_wherever_one_starts(start):
-    def loss(rate, seed):
-        if rate > 0.01 and seed == 2:
-            return math.inf  # a rate at which one seed diverges is the worst
-        return abs(math.log(rate / 0.004)) + 0.01 * seed
-
-    assert sweep.best_rate(loss, start, [1, 2]) == 0.004
-    with pytest.raises(UserError, match="no best learning rate"):
-        sweep.best_rate(lambda rate, seed: math.inf, 0.002, [1])
-
-
-def test_the_cache_runs_nothing_twice_and_ignores_a_line_that_was_cut(tmp_path):
-    made = []
-
-    def make(arm, seed):
-        made.append((arm, seed))
-        return dict(loss=seed / 2, accuracy={0: 1.0})
-
-    path = tmp_path / "runs.jsonl"
-    cache = sweep.Cache(path)
-    first = cache.run(make, arm="diff", seed=1)
-    assert first == dict(arm="diff", seed=1, loss=0.5, accuracy={"0": 1.0})
-    with open(path, "a") as f:
-        f.write('{"arm": "diff", "se')  # killed while it wrote
-    cache.run(make, arm="diff", seed=2)
-
-    again = sweep.Cache(path)
-    assert [row["seed"] for row in again.rows] == [1, 2]
-    assert again.run(make, arm="diff", seed=1) == first
-    assert made == [("diff", 1), ("diff", 2)]
-
-
-def test_the_rows_of_every_table_can_be_trained():
-    for table in text.TABLES.values():
-        assert not set(table.choose_on) & set(table.seeds)  # a loss that chose is not a fair one
-        rows = table.rows or text.rows_of(table.comparisons)
-        for flags in rows.values():
-            (config,) = train.parse([*table.flags.split(), *flags.split(), "--device=cpu"])
-            small = dict(n_layer=1, n_embd=96, block_size=32, subln=config.subln)
-            model = GPTConfig(config.attn, n_head=config.n_head, decay=config.decay, **small)
-            assert max(compare_forms(model).values()) < 1e-5
-        for _, row, base in table.comparisons:
-            assert row in rows and base in rows
-
-
-def layer(attn, depth=0, **settings):
-    return ATTENTION[attn](GPTConfig(attn, n_head=2, n_embd=16, block_size=16, **settings), depth)
-
-
-@pytest.mark.parametrize("attn", ["linear_shift", "softmax_average_factor"])
-def test_a_control_is_loaded_and_sampled(attn):
-    model = GPT(GPTConfig(attn, n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=32))
-    model.save("ckpt.pt")
-    idx = torch.arange(6)[None]
-    for token in GPT.load("ckpt.pt").generate(idx, 8, temperature=0):
-        assert token == model(idx)[0].argmax()  # by all tokens anew
-        idx = torch.cat((idx, token[:, None]), dim=1)
-
-
-def test_the_controls_are_what_their_names_say():
-    x = torch.randn(1, 9, 16, generator=torch.Generator().manual_seed(0))
-    for attn in ("diff_v2_minus_matched", "diff_v2_plus_matched"):
-        rows = layer(attn).map(x).sum(-1)
-        torch.testing.assert_close(rows, torch.ones_like(rows))
-
-    # the token before is half of each token, and nothing comes before the first one
-    shifted = text.shift(x)
-    assert torch.equal(shifted[:, 1:, 8:], x[:, :-1, 8:])
-    assert torch.equal(shifted[..., :8], x[..., :8]) and not shifted[:, 0, 8:].any()
-
-    rate = layer("linear_one_short_head", decay=True).decay_rate(x)
-    assert rate.flatten().tolist() == [0.25, 0.0]
-    # 1 - lambda_init of layer 1 is 0.6444 (Eq. 3 with l = 2)
-    plain = layer("softmax_average", depth=1, subln=True)
-    factor = layer("softmax_average_factor", depth=1, subln=True)
-    factor.load_state_dict(plain.state_dict())
-    torch.testing.assert_close(factor(x), 0.6444909 * plain(x))
-
-
-def test_a_table_from_the_first_run_to_the_page(monkeypatch, tmp_path):
-    pytest.importorskip("pandas", reason="needs lab/requirements.txt")
-    comparisons = [("the control", "linear one short head", "linear")]
-    table = text.Table("Controls", comparisons, TINY, choose_on=(1,), seeds=(2, 3))
-    monkeypatch.setitem(text.TABLES, "controls", table)
-    # what two steps reach is chance, and a rate that is best by chance may be as small as you like
+def test_a_small_experiment_from_the_first_run_to_the_page(monkeypatch, capsys):
+    tiny = "--preset=toy --device=cpu --n_layer=1 --n_embd=16 --block_size=16 --total_batch=32"
+    monkeypatch.setattr(text, "FLAGS", f"{tiny} --steps=2 --eval_tokens=64")
+    monkeypatch.setattr(text, "ROWS", {row: f"--attn={row}" for row in ("diff", "gate")})
+    monkeypatch.setattr(text, "COMPARISONS", [("gate", "diff", range(3, 5))])
     monkeypatch.setattr(train, "evaluate", lambda model, val, config, *_: abs(config.lr - 4e-3))
-    text.main(["controls", f"--out={tmp_path}"])
-    page = (tmp_path / "controls.md").read_text()
-    assert "| the control | linear one short head | linear |" in page
-    runs = json.loads((tmp_path / "controls.json").read_text())["runs"]
-    for arm in ("linear", "linear one short head"):
-        of_arm = [run for run in runs if run["arm"] == arm]
-        assert {run["lr"] for run in of_arm if run["seed"] == 1} == {1e-3, 2e-3, 4e-3, 8e-3}
-        reported = [(run["lr"], run["seed"]) for run in of_arm if run["reported"]]
-        assert reported == [(4e-3, 2), (4e-3, 3)]
+    text.main([])
+    _, runs = stats.read_json("out/text/text.json")
+    printed = capsys.readouterr().out
+    assert "| gate | diff | 0.000 ± 0.000 | 2 |" in printed
+    assert "λ of diff ends at 0." in printed and "λ of gate" not in printed
+    made = [(run["row"], run["lr"], run["seed"]) for run in runs if run["purpose"] == "reported"]
+    assert made == [(row, 4e-3, seed) for row in ("diff", "gate") for seed in (3, 4)]
+    monkeypatch.setattr(train, "training_step", None)  # what is there is not trained again
+    text.main([])
+    assert stats.read_json("out/text/text.json")[1] == runs
 
-    # the same from the logs alone, where a row that is not finished is left out
-    monkeypatch.setattr(train, "main", None)
-    text.main(["controls", f"--out={tmp_path}", "--publish"])
-    assert json.loads((tmp_path / "controls.json").read_text())["runs"] == runs
-    log = tmp_path / "linear-one-short-head-lr0.004-seed3" / "log.jsonl"
-    log.write_text(log.read_text().splitlines()[0])
-    text.main(["controls", f"--out={tmp_path}", "--publish"])
-    assert "the control" not in (tmp_path / "controls.md").read_text()
-    with pytest.raises(UserError, match="--rows=nope is not a row"):
-        text.main(["controls", "--rows=nope"])
+
+def test_the_page_has_the_table_and_the_numbers_of_its_json():
+    page = (text.RESULTS / "text.md").read_text(encoding="utf-8").replace("−", "-")
+    words = " ".join(page.split())
+    _, runs = stats.read_json(text.RESULTS / "text.json")
+    assert text.report(runs).replace("−", "-") in page
+
+    def less(row, base, seeds=text.FEW):
+        pair = text.losses_of(runs, row, seeds), text.losses_of(runs, base, seeds)
+        return stats.plus_minus(*stats.difference(*pair))
+
+    def tried(row, rate):
+        return statistics.fmean(run["val_loss"] for run in runs if run["row"] == row
+                                and run["lr"] == rate and run["purpose"] == "rate")
+
+    again = {r["row"]: r["val_loss"] - text.losses_of(runs, r["row"], [r["seed"]])[0]
+             for r in runs if r["purpose"] == "again"}
+    assert abs(again["diff_v2"]) < 1e-6
+    for number in [
+        f"by {less('diff', 'softmax')} nats per byte (n = 5)",
+        f"second map ({less('diff', 'softmax, 2 heads, norm, factor')}, n = 5)",
+        f"lower loss, by {less('softmax', 'diff_v2', text.MANY)} (n = 40)",
+        f"plain average, is {less('softmax minus average', 'softmax')} from softmax",
+        f"{less('diff_v2, addresses', 'softmax, addresses', text.ADDRESSES)} (n = 3)",
+        f"costs `diff` {less('diff, norm from 0.2', 'diff, no norm')}",
+        f"one map {less('softmax, 2 heads, norm', 'softmax, 2 heads, norm, factor')}",
+        f"beat the next one by {tried('softmax', 2e-3) - tried('softmax', 4e-3):.3f}",
+        f"and V2's by {tried('diff_v2', 4e-3) - tried('diff_v2', 2e-3):.3f}",
+        f"{tried('softmax, addresses', 1e-3) - tried('diff_v2, addresses', 2e-3):.3f} ahead",
+        f"As a mean: {less('linear, one head of span 4', 'linear + decay')}",
+        f"softmax is {again['softmax']:.4f} off",
+    ]:
+        assert number in words, number

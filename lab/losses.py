@@ -1,0 +1,147 @@
+"""
+What runs of train.py ended with, from their logs: the last val loss of each arm over its seeds.
+
+    for s in 1 2 3; do python train.py --attn=softmax,diff --seed=$s --out=out/seeds/$s; done
+    python -m lab.losses out/seeds
+
+A row is an arm with its settings, of which those are shown that differ. The last column is its mean
+less that of the first row, by Welch's t. A run that diverged has the loss inf, and so has the mean
+of its row: the runs that are left may be the better ones.
+"""
+import argparse
+import json
+import math
+import os
+from pathlib import Path
+
+from lab import stats
+from model import ATTENTION
+
+# what makes two runs two rows. The others, like the device, say how a run was made
+SETTINGS = ("attn", "n_layer", "n_head", "n_embd", "block_size", "mlp_width", "rope_theta",
+            "subln", "lr", "warmup", "weight_decay", "grad_clip", "dtype")
+# what all runs must share, or their losses can't be compared
+SHARED = ("vocab_size", "train_tokens", "val_tokens", "ends", "eval_tokens", "steps", "total_batch")
+
+# ---- the logs
+
+
+def read_run(log):
+    """The first line of a log, with the run's {step: val loss} and what it ended with.
+
+    val_loss is inf if the run diverged. ValueError if it is not finished.
+    """
+    records = [json.loads(line) for line in Path(log).read_text(encoding="utf-8").splitlines()]
+    if not records or "attn" not in records[0]:
+        raise ValueError("not a log of train.py")
+    run = records[0]
+    last = records[-1]
+    if "diverged" not in last and last.get("step", 0) < run["steps"]:
+        raise ValueError(f"not finished: step {last.get('step', 0)} of {run['steps']}")
+    run["curve"] = {r["step"]: r["val_loss"] for r in records if "val_loss" in r}
+    run["val_loss"] = last.get("val_loss", math.inf)
+    run["lambda"] = last.get("lambda")
+    return run
+
+
+def gather(folder):
+    """{settings of a row: {seed: run}} of all logs below folder. Prints what is left out."""
+    rows = {}
+
+    def leave_out(error):
+        print(f"left out: {error.filename}: {error.strerror}")
+
+    for here, folders, files in os.walk(folder, onerror=leave_out, followlinks=True):
+        folders.sort()
+        if "log.jsonl" not in files:
+            continue
+        try:
+            run = read_run(Path(here) / "log.jsonl")
+            seeds = rows.setdefault(tuple(run[name] for name in SETTINGS), {})
+            if run["seed"] in seeds:
+                other = seeds[run["seed"]]["path"]
+                raise ValueError(f"the same arm, settings and seed as {other}, which counts")
+            seeds[run["seed"]] = run | dict(path=here)
+            if run["val_loss"] == math.inf:
+                print(f"diverged: {here}")
+        except (OSError, ValueError, KeyError) as e:
+            print(f"left out: {here}: {e}")
+    return rows
+
+
+def check_shared(runs):
+    """SystemExit if two of the runs can't be compared."""
+    for name in SHARED:
+        values = {str(run.get(name)) for run in runs}
+        if len(values) > 1:
+            several = " and ".join(sorted(values))
+            raise SystemExit(f"these runs can't be compared: {name} is {several}")
+
+
+# ---- the table and the figure
+
+
+def describe(key, keys):
+    """{"attn": the arm, and each setting of a row that is not the same in all rows `keys`}"""
+    shown = {}
+    for name, value, values in zip(SETTINGS, key, zip(*keys)):
+        if name == "attn" or len(set(values)) > 1:
+            shown[name] = value
+    return shown
+
+
+def table_of(rows):
+    """What is printed, as a list of dicts. rows: {settings of a row: its runs}"""
+    table = []
+    first = None
+    for key, runs in rows.items():
+        losses = [run["val_loss"] for run in runs]
+        first = first or losses
+        less = stats.plus_minus(*stats.difference(losses, first))
+        line = describe(key, rows) | {"n": len(runs)}
+        line["val loss"] = stats.plus_minus(*stats.mean_interval(losses))
+        line["less the first"] = less if table else None
+        table.append(line)
+    return table
+
+
+def draw(rows, path):
+    """Val loss against steps, a line for each run."""
+    figure, (ax,) = stats.new_figure(width=9, height=6)
+    for number, (key, runs) in enumerate(rows.items()):
+        about = describe(key, [other for other in rows if other[0] == key[0]])  # rows of its arm
+        label = ", ".join(f"{name} {value}" for name, value in about.items()).removeprefix("attn ")
+        color = stats.COLORS.get(key[0], f"C{number}")
+        for run in runs:
+            # with a marker, because a short run has been evaluated only once
+            style = dict(color=color, marker="os^vD"[number % 5], label=label)
+            ax.plot(list(run["curve"]), list(run["curve"].values()), **style)
+            label = None  # one for all seeds
+    ax.set(xlabel="step", ylabel="val loss, nats per token")
+    ax.legend()
+    figure.savefig(path)
+
+
+def main(argv=None):
+    raw = argparse.RawDescriptionHelpFormatter
+    p = argparse.ArgumentParser("python -m lab.losses", description=__doc__, formatter_class=raw)
+    p.add_argument("folder", type=Path, help="where the runs are, at any depth")
+    folder = p.parse_args(argv).folder
+    if not folder.is_dir():
+        raise SystemExit(f"{folder} is no folder")
+    if not os.access(folder, os.W_OK):
+        raise SystemExit(f"{folder} can't be written, and the figure is for it")
+    found = gather(folder)
+    if not found:
+        raise SystemExit(f"no run below {folder} is finished")
+    order = {arm: number for number, arm in enumerate(ATTENTION)}  # softmax is first
+    keys = sorted(found, key=lambda key: (order.get(key[0], len(order)), key))
+    rows = {key: list(found[key].values()) for key in keys}
+    check_shared([run for runs in rows.values() for run in runs])
+    print(f"\n{stats.markdown(table_of(rows))}\n\n± is half of a 95 % interval")
+    draw(rows, folder / "losses.png")
+    print(f"-> {folder / 'losses.png'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""
+What the experiments share: means with intervals, Markdown tables, JSON files and figures.
+
+A ± is always half of an interval, of 95 % unless a call says another level.
+"""
+import json
+import math
+import os
+
+import numpy as np
+
+# Okabe and Ito's colours, which every kind of eye can tell apart
+COLORS = {
+    "softmax": "#0072B2",
+    "softmax_average": "#56B4E9",
+    "diff": "#D55E00",
+    "diff_v2": "#E69F00",
+    "linear": "#009E73",
+    "linear_average": "#000000",
+    "diff_linear": "#CC79A7",
+    "gate": "#777777",
+}
+
+
+def mean_interval(values):
+    """(mean, half of its interval by Student's t). The half is nan for n < 2 or a value of inf."""
+    from scipy.stats import sem, t
+
+    mean = float(np.mean(values))
+    if len(values) < 2 or not math.isfinite(mean):
+        return mean, math.nan
+    return mean, float(t.ppf(0.975, len(values) - 1) * sem(values))
+
+
+def difference(a, b, level=0.95):
+    """(mean of a - mean of b, half of its interval by Welch's t). The half is nan as above."""
+    from scipy.stats import ttest_ind
+
+    mean = float(np.mean(a)) - float(np.mean(b))
+    if min(len(a), len(b)) < 2 or not math.isfinite(mean):
+        return mean, math.nan
+    # not paired where runs share a seed: that took nothing off the noise
+    low, high = ttest_ind(a, b, equal_var=False).confidence_interval(level)
+    return mean, float(high - low) / 2
+
+
+def bootstrap(values):
+    """(mean, low, high): the 2.5 and the 97.5 percentile of the means of 10,000 resamples."""
+    values = np.asarray(values, dtype=float)
+    chosen = np.random.default_rng(0).integers(len(values), size=(10_000, len(values)))
+    low, high = np.percentile(values[chosen].mean(1), [2.5, 97.5])
+    return float(values.mean()), float(low), float(high)
+
+
+def plus_minus(mean, half, digits=3):
+    """Like "0.123 ± 0.004", or "0.123" where half is nan."""
+    text = f"{mean:.{digits}f}"
+    return text if math.isnan(half) else f"{text} ± {half:.{digits}f}"
+
+
+def markdown(rows):
+    """A Markdown table of a list of dicts, whose keys are the columns. None and nan are a dash."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [columns, ["---"] * len(columns)]
+    for row in rows:
+        lines.append([format_cell(row.get(column)) for column in columns])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def format_cell(x):
+    if x is None or x != x:
+        return "–"
+    if isinstance(x, int):
+        return f"{x:,}"
+    return f"{x:.4g}" if isinstance(x, float) else str(x)
+
+
+def write_json(path, about, runs):
+    """Write {**about, "runs": [...]}, one run a line. A kill leaves the old file whole."""
+    head = "".join(f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in about.items())
+    lines = ",\n".join(json.dumps(run) for run in runs)
+    with open(f"{path}.tmp", "w", encoding="utf-8") as f:
+        f.write(f'{{{head}"runs": [\n{lines}\n]}}\n')
+    os.replace(f"{path}.tmp", path)
+
+
+def read_json(path):
+    """(about, runs) of a file that write_json wrote. SystemExit with one sentence if it is none."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            about = json.load(f)
+        return about, about.pop("runs")
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as e:
+        raise SystemExit(f"{path} can't be read: {e!r:.200}") from e
+
+
+def new_figure(rows=1, columns=1, width=6, height=4):
+    """A figure of our one style, and a flat array of its axes. width and height are in inches."""
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+
+    size = 2 * width  # so letters are 11 pixels high where a page shows the figure 415 pixels wide
+    rcParams.update({"font.size": size, "axes.titlesize": size, "legend.fontsize": 0.9 * size})
+    rcParams.update({"axes.grid": True, "axes.axisbelow": True, "grid.color": "#E6E6E6"})
+    rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "savefig.dpi": 150})
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False).flatten()

@@ -1,0 +1,160 @@
+"""lab.port finds each mistake, alone and with others, and calls a right layer right."""
+import inspect
+import itertools
+import math
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from lab import port
+from lab.stranger import LAMBDAS, role_of, sizes, turn
+
+INIT = 0.8 - 0.6 * math.exp(-0.3 * 3)  # lambda_init of depth 3
+NUMBERS = {"scale": dict(scale=4.0), "lambda_init": dict(init=0.3, factor=0.7),
+           "factor": dict(factor=1.0)}
+COMMON = ["no mask", "merge not transposed", "no norm", "norm over all heads", "norm over time",
+          "mean subtracted", "no rotary", "scale", "lambda_init", "factor"]
+# without grouped keys there is nothing to repeat: that one is below
+CODED = [m for m in port.MISTAKES if m[2] and m[0] != "repeated before split"]
+
+
+def made_with(*mistakes, version=1):
+    """A function layer(x, w) with mistakes: entries of the list, or names of COMMON."""
+    entries = {mistake[0]: mistake for mistake in reversed(port.MISTAKES)}
+    mistakes = [entries[m] if m in COMMON and m not in NUMBERS else m for m in mistakes]
+    parts = (port.straight, port.split, port.norm, port.rotary)
+    code = "".join(inspect.getsource(part) for part in parts)
+    changes = [port.V2] if version == 2 else []
+    changes += [mistake[2] for mistake in mistakes if not isinstance(mistake, str)]
+    for right, wrong in [pair for change in changes for pair in change.items()]:
+        assert right in code
+        code = code.replace(right, wrong)
+    stranger = SimpleNamespace(heads=8 if version == 2 else 4, lambda_init=INIT)
+
+    def layer(x, weights):
+        parts = defaultdict(list)
+        for name, weight in weights.items():
+            parts[role_of(name, weight)].append(weight.double())
+        w, p = sizes(parts, stranger, version)
+        p.factor = 1 - INIT if version == 1 else 1.0
+        for mistake in mistakes:
+            vars(p).update(NUMBERS[mistake] if isinstance(mistake, str) else {})
+        return port.compiled(code)(x.double(), w, p).float()
+
+    return layer
+
+
+@pytest.mark.parametrize("mistake", CODED, ids=[m[0] for m in CODED])
+def test_each_mistake_alone(mistake):
+    version = 2 if mistake[0] == "V2 pairs by chunks" or "gate" in str(mistake[2]) else 1
+    verdict = port.diagnose(made_with(mistake, version=version), 8, 3, version)
+    assert verdict.differs + verdict.choices + verdict.same == [mistake[0]]
+    assert verdict.kind == ("BROKEN" if verdict.sees_future else mistake[1])
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_each_number_alone(name):
+    verdict = port.diagnose(made_with(name), 8, 3)
+    assert (verdict.kind, verdict.differs) == ("DIFFERS", [name])
+
+
+@pytest.mark.parametrize("names", list(itertools.combinations(COMMON, 2)), ids=" and ".join)
+def test_pairs_of_the_commonest(names):
+    norms = sum("norm" in name or name == "mean subtracted" for name in names)
+    if norms == 2 and ("no norm" in names or "mean subtracted" not in names):
+        pytest.skip("a layer has one norm or none")
+    verdict = port.diagnose(made_with(*names), 8, 3)
+    assert verdict.explained and set(verdict.differs + verdict.choices) == set(names)
+
+
+def test_three_at_once():
+    names = ["norm over time", "mean subtracted", "lambda_init"]
+    verdict = port.diagnose(made_with(*names), 8, 3)
+    assert verdict.kind == "BROKEN" and set(verdict.differs) == set(names)
+
+
+class Layer(nn.Module):
+    """The paper's layer, written once more, with its weights in several ways. 4 heads, d = 8."""
+
+    def __init__(self, way="", kv=4, wrong=""):
+        super().__init__()
+        self.way = way
+        self.wrong = wrong
+        self.cut = [64, 16 * kv, 16 * kv]
+        outs = {"fused": {"c_attn": sum(self.cut)}, "apart": dict(q1=32, q2=32, k1=32, k2=32, v=64),
+                "heads": {f"{n}_{i}": 16 for n in "qkv" for i in range(4)}}
+        outs = outs.get(way, {"to_q": 64, "to_k": 16 * kv, "to_v": 16 * kv})
+        self.project = nn.ModuleDict({n: nn.Linear(64, out, bias=False) for n, out in outs.items()})
+        self.out = nn.Linear(64, 64)
+        self.norm = nn.RMSNorm(16, eps=1e-5)
+        for name in LAMBDAS:
+            setattr(self, name, nn.Parameter(torch.randn(8) / 10))
+
+    def forward(self, x, rope=None):
+        y = torch.cat([project(x) for project in self.project.values()], -1)
+        q, k, v = y.split(self.cut, -1)
+        if self.way == "apart":  # the maps are in two blocks
+            q, k = [m.unflatten(-1, (2, 4, 8)).transpose(2, 3).flatten(2) for m in (q, k)]
+        T = x.shape[1]
+        angle = torch.arange(T)[:, None] * 1e4 ** (-torch.arange(0, 8, 2) / 8)
+        q, k = [turn(m.unflatten(-1, (-1, 8)).transpose(1, 2), angle.cos(), angle.sin(),
+                     self.way != "halves") for m in (q, k)]  # (B, 8, T, 8)
+        repeat = 64 // self.cut[1]
+        late = self.wrong != "repeated before split"
+        k = k.unflatten(1, (-1, 1 + late)).repeat_interleave(repeat, 1).flatten(1, 2)
+        v = v.unflatten(-1, (-1, 16)).transpose(1, 2).repeat_interleave(repeat, 1)
+        s = (q @ k.mT / math.sqrt(8)).masked_fill(torch.ones(T, T).triu(1) == 1, -math.inf)
+        A = s.softmax(-1)
+        q1, k1, q2, k2 = [getattr(self, name) for name in LAMBDAS]
+        A = A[:, 0::2] - ((q1 @ k1).exp() - (q2 @ k2).exp() + INIT) * A[:, 1::2]
+        A = A.abs() if self.wrong == "unknown" else A
+        y = self.norm(A @ v) * (1 - INIT)
+        y = y + y.mean(0) if self.wrong == "samples" else y
+        y = y / 0 * 0 if self.wrong == "NaN" else y
+        y = 2 * y if self.wrong == "training" and not self.training else y
+        return self.out(y.transpose(1, 2).flatten(2)), A
+
+
+@pytest.mark.parametrize("way, kv", [("", 4), ("", 2), ("", 1), ("fused", 4), ("fused", 2),
+                                     ("heads", 4), ("apart", 4), ("halves", 4), ("halves", 2)])
+def test_the_right_layer_is_the_same_in_all_ways(way, kv):
+    assert port.diagnose(Layer(way, kv), n_head=8, depth=3).kind == "SAME"
+
+
+def test_version_2_and_grouped_keys():
+    assert port.diagnose(made_with(version=2), 8, 3, version=2).kind == "SAME"
+    verdict = port.diagnose(Layer(kv=2, wrong="repeated before split"), n_head=8, depth=3)
+    assert verdict.explained and verdict.differs == ["repeated before split"]
+
+
+def test_what_is_not_on_the_list_has_no_cause():
+    verdict = port.diagnose(Layer(wrong="unknown"), n_head=8, depth=3)
+    assert (verdict.kind, verdict.explained) == ("DIFFERS", False)
+    assert verdict.differs + verdict.choices + verdict.same == []
+
+
+def test_level_0_and_encoders():
+    for wrong, name in {"samples": "mixes samples", "NaN": "NaN", "training": "switch"}.items():
+        verdict = port.diagnose(Layer(wrong=wrong), n_head=8, depth=3)
+        assert verdict.kind == "BROKEN" and name in verdict.broken
+    assert port.diagnose(made_with("no mask"), 8, 3, causal=False).kind == "SAME"
+
+
+@pytest.mark.parametrize("text, code, words", [
+    ("from lab.tests.test_port import Layer\nlayer, n_head, depth = Layer(), 8, 3", 0, "SAME"),
+    ("from lab.tests.test_port import Layer\nlayer = Layer(wrong='NaN')", 1, "BROKEN"),
+    ("import no_such_package\nlayer = 1 / 0", 1, "ZeroDivisionError"),
+    ("x = 3", 1, "has no layer"),
+])
+def test_the_command(tmp_path, text, code, words):
+    (tmp_path / "myport.py").write_text(text)
+    result = subprocess.run([sys.executable, "-m", "lab.port", str(tmp_path / "myport.py")],
+                            cwd=Path(port.__file__).parents[1], capture_output=True, text=True)
+    assert result.returncode == code and words in result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
