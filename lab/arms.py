@@ -93,6 +93,14 @@ class SoftmaxFactor(Softmax):
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)
 
 
+class DiffConstant(Diff):
+    """diff whose lambda_init is 0.8 in each layer, as in Table 6 of the paper."""
+
+    def make_lambda(self, depth):
+        super().make_lambda(depth)
+        self.lambda_init = 0.8
+
+
 class SoftmaxSum(Diff):
     """(A_1 + |lambda| A_2) / (1 + |lambda|): two maps and no minus. Its rows sum to 1."""
 
@@ -147,6 +155,7 @@ ATTENTION |= {
     "diff_linear_decay": DiffLinearDecay,
     "linear_one_short_head": LinearOneShortHead,
     "softmax_factor": SoftmaxFactor,
+    "diff_constant": DiffConstant,
     "softmax_sum": SoftmaxSum,
     "diff_v2_minus": DiffV2Minus,
     "diff_v2_plus": DiffV2Plus,

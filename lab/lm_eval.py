@@ -3,7 +3,7 @@ A checkpoint of any arm in EleutherAI's evaluation harness, which downloads the 
 
 $ python -m lab.lm_eval --ckpt=out/gpt2/diff --tasks=hellaswag,piqa
 
-A context that is too long loses its beginning, and a whole text is read in windows of a block.
+A context that is too long loses its beginning. New tokens are always the likeliest.
 """
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +43,7 @@ class HarnessModel(TemplateLM):
         self.model = model
         self.batch_size = batch_size
         self.enc = get_tokenizer(model.extra["tokenizer"])
-        # a pretrained model may have others
-        self.ends = model.extra.get("ends", [self.enc.eot_token])
+        self.ends = model.extra.get("ends", [self.enc.eot_token])  # a pretrained model has others
         self._device = model.wte.weight.device  # what the harness calls device
         bf16 = model.extra.get("log", [{}])[0].get("dtype") == "bfloat16"
         self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=bf16)
@@ -99,8 +98,6 @@ class HarnessModel(TemplateLM):
         texts = []
         for request in tqdm(requests, disable=disable_tqdm):
             options = normalize_gen_kwargs(request.args[1])
-            if options.get("temperature", 0) > 0:
-                raise SystemExit("a task wants tokens drawn at random. Here they are the likeliest")
             tokens = self.tok_encode(request.args[0]) or [self.eot_token_id]
             idx = torch.tensor([tokens], device=self.device)
             stops = [stop for stop in options["until"] if stop]

