@@ -103,3 +103,16 @@ def test_a_model_that_is_changed_nowhere_reads_as_ever():
     for condition in ceiling.CONDITIONS:
         assert apart["lookup"][condition]["more"] == 0
     assert sum(found["lookup"]["n"]) == found["lookup"]["pairs"]
+
+
+def test_the_loss_beside_pairs_of_equal_r():
+    """Where votes decide the loss is higher by 1 in one bin of r, and by 3 in another one."""
+    n = [[0] * ceiling.BINS for _ in range(3)]
+    losses = [[0.0] * ceiling.BINS for _ in range(3)]
+    for bin_of, here, there, more in ((2, 30, 10, 1), (5, 10, 500, 3), (7, 4, 0, 9)):
+        n[2][bin_of], n[0][bin_of] = here, there
+        losses[2][bin_of], losses[0][bin_of] = here * (2.0 + more), there * 2.0
+    about = [dict(n=sum(n, []), losses=sum(losses, []))] * 5
+    mean, low, high = ceiling.beside_equal_r(about, [0])
+    assert abs(mean - (30 * 1 + 10 * 3) / 40) < 1e-6  # the bin without others is left out
+    assert abs(low - mean) < 1e-6 and abs(high - mean) < 1e-6  # all sequences are the same
