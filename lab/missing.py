@@ -186,12 +186,13 @@ def main(argv=None):
     )
     parser.add_argument("verb", nargs="?", choices=["run", "publish"], default="run")
     parser.add_argument("--out", type=path, default=Path("out/missing"), help="(out/missing)")
+    parser.add_argument("--first", type=int, help="how many runs, the most important first (all)")
     args = parser.parse_args(argv)
     cache = Cache(args.out / "runs.jsonl")
     if args.verb == "publish":
         publish(cache.rows)
     else:
-        for arm, task, lr, seed in jobs():
+        for arm, task, lr, seed in list(jobs())[: args.first]:
             run(cache, arm, task, lr, seed)
 
 
