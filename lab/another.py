@@ -7,7 +7,7 @@ Is it this list's own average that a minus should take away, or would another li
 The lists are those of lab/crowd.py, with new names and words. At the look-up heads y becomes
 y - 1/2 u for every token but the first, where u is one of
 
-    own        the running mean of the list's own values, without the first token, as in lab/crowd.py
+    own        the running mean of the list's own values without the first token, as in lab/crowd.py
     another    that of another list at the same place. It has as large a crowd, and shares no name
                and no word with this one. It is itself read with this list's mean
     fixed      one vector for each head: the mean value of all tokens but the first ones of 20

@@ -11,10 +11,10 @@ head gives some weight to each *type*, which is a word of the vocabulary, at all
     r   the weight on the places of the label's type, the right one
     c   the largest weight on a wrong type that stands at least twice so far. It is the *winner*
 
-Places are 1 to i: token i itself is a place like others. The first token is none, because many heads
-give it what they have no use for, so its weight is never counted and never deleted. To delete a
-weight A_ij is to take A_ij v_j away from the output, and what is left keeps its size. There are five
-conditions, each in all chosen heads at every position:
+Places are 1 to i: token i itself is a place like others. The first token is none, because many
+heads give it what they have no use for, so its weight is never counted and never deleted. To delete
+a weight A_ij is to take A_ij v_j away from the output, and what is left keeps its size. There are
+five conditions, each in all chosen heads at every position:
 
     none             nothing is deleted
     oracle           all weight on the winner
@@ -116,7 +116,7 @@ def heaviest(weights, total):
 
 
 def deleted(A, types, condition):
-    """The weights that a condition deletes, (B, H, T, T), and what its row should lose, (B, H, T)."""
+    """The weights that a condition deletes, (B, H, T, T), and what a row should lose, (B, H, T)."""
     found = find_votes(A, types)
     where = found.decide if condition.startswith("votes") else torch.ones_like(found.decide)
     total = found.c * where

@@ -6,7 +6,7 @@ Two rows that the look-up's tables lacked, and a table of lengths.json with equa
 
 - One map trained on mixed lengths, never with a minus, read with lambda = 1: at the rate, steps and
   seeds of the grid `mixed` of lab/lookup.py.
-- DIFF V2 without an output norm, as it is on text: with the rates and seeds of its rows with a norm.
+- DIFF V2 without an output norm, as it is on text: at the rates and seeds of its rows with a norm.
 """
 import argparse
 import json
@@ -28,6 +28,7 @@ RESULTS = Path(__file__).parent / "results"
 CAPS = (2.0, 1.5, 3.0, 2.5, 3.5, None)  # the most important first
 V2_RATES = {2.0: 4.5e-3, None: 3e-3}  # which the rows with a norm had chosen
 MORE = ("+256", "+1024", "+4096")
+PAIRS = [("difference", "average"), ("difference", "one map"), ("one map", "average")]
 FEWER = (64, 256, 1024)  # added pairs in the tests at the other caps than tau = 2
 
 
@@ -109,9 +110,7 @@ def equal_lambdas(found):
                             shares[name] = by_seed
                             line[name] = round(100 * float(np.mean(by_seed)), 2)
                             line[f"{name} by seed"] = [round(100 * x, 1) for x in by_seed]
-                    for one, other in (
-                        ("difference", "average"), ("difference", "one map"), ("one map", "average"),
-                    ):  # fmt: skip
+                    for one, other in PAIRS:
                         if one in shares and other in shares:
                             difference = interval((shares[one], shares[other]))
                             line[f"{one} - {other}"] = difference
@@ -156,6 +155,7 @@ def publish(rows):
     content = dict(
         title="One map on mixed lengths, DIFF V2 without a norm, and equal lambdas",
         command="python -m lab.missing",
+        commit_of_the_runs="41b4917",
         commit=commit(),
         date=time.strftime("%Y-%m-%d"),
         machine=device_name(torch.device("cpu")),

@@ -190,7 +190,8 @@ def run(cache):
         began = time.process_time()
         chosen = dict(lookup=heads["lookup"])
         # 1,024 labels: the first token of the sequence is the label of the added one
-        found = read(model, hooks, tokens.theirs.bos_token_id, sequences[text][sequence][:-1], chosen)
+        labels = sequences[text][sequence][:-1]
+        found = read(model, hooks, tokens.theirs.bos_token_id, labels, chosen)
         return found | dict(seconds=round(time.process_time() - began, 2))
 
     for i in range(SEQUENCES):
