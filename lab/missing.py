@@ -105,8 +105,8 @@ def equal_lambdas(found):
                     line = dict(more=more, extra=extra, lambda_test=lam, tau=tau)
                     shares = {}
                     for arm, name in arms.items():
-                        by_seed = found.get((arm, tau, lam, more, extra))
-                        if by_seed and not (arm == "softmax" and lam == "learned"):
+                        by_seed = found.get((arm, tau, lam, more, extra), [])
+                        if len(by_seed) == len(NEW_SEEDS) and not (arm == "softmax" and lam == "learned"):
                             shares[name] = by_seed
                             line[name] = round(100 * float(np.mean(by_seed)), 2)
                             line[f"{name} by seed"] = [round(100 * x, 1) for x in by_seed]
