@@ -106,7 +106,8 @@ def equal_lambdas(found):
                     shares = {}
                     for arm, name in arms.items():
                         by_seed = found.get((arm, tau, lam, more, extra), [])
-                        if len(by_seed) == len(NEW_SEEDS) and not (arm == "softmax" and lam == "learned"):
+                        complete = len(by_seed) == len(NEW_SEEDS)
+                        if complete and not (arm == "softmax" and lam == "learned"):
                             shares[name] = by_seed
                             line[name] = round(100 * float(np.mean(by_seed)), 2)
                             line[f"{name} by seed"] = [round(100 * x, 1) for x in by_seed]
