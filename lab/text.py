@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 
 from common import UserError, cli, path
 from lab import report, sweep
 from model import ATTENTION, Attention, DiffV2, Linear, LinearAverage, Softmax, SoftmaxAverage
+from model import full_width, upcast
 
 # ---- arms that are controls. Nobody is meant to use them for anything else
 
@@ -74,6 +76,31 @@ class PlusMatched(DiffV2):
         return super().subtract(y, -lam) / (1 + lam)
 
 
+class Gate(Softmax):
+    """A_ij sigmoid(w . x_i): one map, whose output each token and head multiplies by its own gate.
+
+    What is left of diff_v2 without its second map: there a row sums to 1 - lambda_i, and lambda_i
+    is a sigmoid, too. The MLP beside it is narrower, so that a model has softmax's parameters.
+    """
+
+    def __init__(self, config, depth):
+        super().__init__(config, depth)
+        # for C h parameters more than softmax's. A unit of width has 3 C, in three matrices
+        self.mlp_width = max(8, full_width(config.n_embd) - round(config.n_head / 3))
+
+    def make_lambda(self, depth):
+        self.gate_proj = nn.Linear(self.config.n_embd, self.config.n_head, bias=False)
+
+    def project(self, x):
+        """In the place of lambda there is the gate, (B, h, T, 1). It starts near 1/2."""
+        q, k, v, _ = super().project(x)
+        return q, k, v, upcast(self.gate_proj(x)).sigmoid().mT[..., None]
+
+    def subtract(self, y, gate):
+        """Nothing is subtracted: the gate multiplies rows of the map, or of the output."""
+        return upcast(y) * gate
+
+
 def with_factor(cls):
     """One map whose norm is followed by the factor 1 - lambda_init of diff, layer by layer."""
 
@@ -91,6 +118,7 @@ ARMS = {
     "softmax_shift": with_shift(Softmax),
     "diff_v2_minus_matched": MinusMatched,
     "diff_v2_plus_matched": PlusMatched,
+    "gate": Gate,
     "softmax_factor": with_factor(Softmax),
     "softmax_average_factor": with_factor(SoftmaxAverage),
     "linear_factor": with_factor(Linear),
@@ -113,6 +141,7 @@ ROWS = {
     "diff_linear": "--attn=diff_linear",
     "diff_linear no norm": "--attn=diff_linear --no-subln",
     "diff_v2": "--attn=diff_v2",
+    "gate": "--attn=gate",
     # one map minus lambda times the plain average of the values: all heads and no norm, as --attn
     # has it, and like diff, which has half the heads, and a norm with a factor behind it
     "softmax minus average": "--attn=softmax_average",
@@ -280,6 +309,12 @@ TABLES = {
     "v2": Table(
         "Does DIFF V2 gain on text? More seeds",
         [("DIFF V2, parameters alike", "diff_v2", "softmax")],
+        seeds=tuple(range(8, 48)),
+    ),
+    "gate": Table(
+        "Is DIFF V2's gain a gate's?",
+        [("a gate, parameters alike", "gate", "softmax"), ("DIFF V2 or a gate", "diff_v2", "gate")],
+        choose_on=tuple(range(48, 56)),
         seeds=tuple(range(8, 48)),
     ),
     "gpt2": Table(
