@@ -128,10 +128,12 @@ def rotate(x, rope):
 def softmax_attention(q, k, v, kernel):
     """softmax_map(q, k) @ v, (B, H, T, d_v). To train, in a fused kernel, which holds no map.
 
-    q (B, H, T, d), k (B, H, S, d), rotated, v (B, H, S, d_v). kernel: see GPTConfig.
+    q (B, H, T, d), k (B, H, S, d), rotated, v (B, h, S, d_v). kernel: see GPTConfig.
     """
     if kernel == "map" or q.shape[2] < k.shape[2]:  # fewer queries: the next tokens of a sample
-        return softmax_map(q, k).to(v.dtype) @ v
+        A = softmax_map(q, k).to(v.dtype)  # whose maps 2n and 2n+1 may read the same values
+        return (A.reshape(*v.shape[:2], -1, A.shape[-1]) @ v).reshape(*A.shape[:3], -1)
+    v = for_each_map(v, q)
     scale = q.shape[-1] ** -0.5
     is_hopper = q.is_cuda and torch.cuda.get_device_properties(q.device).major == 9  # H100, H200
     if not is_hopper or kernel == "flash_attn":
@@ -236,7 +238,7 @@ class Softmax(nn.Module):
             k = torch.cat((state["k"], k), dim=2)
             v = torch.cat((state["v"], v), dim=2)
         state.update(k=k, v=v)
-        return softmax_attention(q, k, for_each_map(v, q), self.config.kernel)
+        return softmax_attention(q, k, v, self.config.kernel)
 
     def subtract(self, y, v, x, state):
         """What is left of the outputs y: with one map all. (v and state are for the average.)"""
@@ -359,9 +361,7 @@ class Linear(Softmax):
         return linear_map(self.phi(q), self.phi(k), rope)
 
 
-class LinearAverage(Linear):
-    """A - lambda U, as in SoftmaxAverage."""
-
+class LinearAverage(Linear):  # A - lambda U, as in SoftmaxAverage
     make_lambda = SoftmaxAverage.make_lambda
     lam = SoftmaxAverage.lam
     subtract = SoftmaxAverage.subtract
