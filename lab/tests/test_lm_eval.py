@@ -53,12 +53,12 @@ def test_the_answers_are_those_of_the_harness_for_the_exported_model(attn):
 
 
 def test_a_task_from_a_file_prints_the_table_of_the_harness(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     data = tmp_path / "manual.jsonl"
     data.write_text('{"text": "A function begins with", "choices": [" try", " def"], "answer": 1}')
     task = dict(
-        task="manual", dataset_path="json", dataset_kwargs=dict(data_files=dict(test=str(data))),
-        test_split="test", output_type="multiple_choice", doc_to_text="{{text}}",
+        task="manual", dataset_path="json", test_split="test",
+        dataset_kwargs=dict(data_files=dict(test=str(data)), cache_dir=str(tmp_path / "cache")),
+        output_type="multiple_choice", doc_to_text="{{text}}",
         doc_to_choice="choices", doc_to_target="answer",
     )
     (tmp_path / "manual.yaml").write_text(json.dumps(task))  # JSON is YAML
