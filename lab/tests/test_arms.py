@@ -1,7 +1,5 @@
-"""lab/arms.py: every arm beside a formula of few lines, and trained from the command line."""
+"""lab/arms.py: every arm beside a formula of few lines."""
 import math
-import runpy
-import sys
 
 import pytest
 import torch
@@ -45,10 +43,13 @@ def test_an_arm_is_its_map_without_the_future_and_is_sampled(attn):
         idx = torch.cat((idx, token[:, None]), dim=1)
 
 
-@pytest.mark.parametrize("attn", ["softmax_decay", "linear_decay", "linear_one_short_head"])
-def test_decay_makes_far_weights_smaller_before_they_are_normalized(attn):
+@pytest.mark.parametrize("attn, spans", [
+    ("softmax_decay", [4, 8, 16, 32]),
+    ("linear_decay", [4, 8, 16, 32]),
+    ("linear_one_short_head", [4, math.inf, math.inf, math.inf]),
+])
+def test_decay_makes_far_weights_smaller_before_they_are_normalized(attn, spans):
     layer, x = make(attn)
-    spans = [4, math.inf, math.inf, math.inf] if "short" in attn else [4, 8, 16, 32]
     distance = (torch.arange(T)[:, None] - torch.arange(T)).double()
     D = torch.stack([(-distance / span).exp().tril() for span in spans])
     if attn == "softmax_decay":
@@ -60,8 +61,6 @@ def test_decay_makes_far_weights_smaller_before_they_are_normalized(attn):
         A = plain("linear", layer)[1] * counted.sum(-1, keepdim=True) * D
         z = (counted * D).sum(-1, keepdim=True)
     torch.testing.assert_close(layer.map(x), A / z)
-    difference, _ = make("diff_linear_decay")  # both maps of a head have the same span
-    assert (1 / arms.decay_rates(difference)).flatten().tolist() == pytest.approx([4, 4, 32, 32])
 
 
 @pytest.mark.parametrize("attn, like, sign", [
@@ -90,11 +89,5 @@ def test_the_other_arms_by_their_formula():
     factor, _ = make("softmax_factor")  # 1 - lambda_init of layer 1 is 0.6444909 (l = 2 in Eq. 3)
     torch.testing.assert_close(factor(x), 0.6444909 * plain("softmax", factor)[0](x))
 
-
-def test_the_command_line_trains_one(monkeypatch):
-    flags = "--attn=linear_decay --preset=toy --n_layer=1 --n_head=2 --n_embd=16 --block_size=16"
-    flags += " --total_batch=32 --steps=2 --eval_tokens=64 --device=cpu --out=out"
-    monkeypatch.setattr(sys, "argv", ["arms.py", *flags.split()])
-    with pytest.raises(SystemExit, match="False"):
-        runpy.run_path(arms.__file__, run_name="__main__")
-    assert GPT.load("out/linear_decay/ckpt.pt").blocks[0].takes == ["rope"]
+    decay, _ = make("diff_linear_decay")  # both maps of a head have the same span
+    assert (1 / arms.decay_rates(decay)).flatten().tolist() == pytest.approx([4, 4, 32, 32])
