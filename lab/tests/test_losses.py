@@ -1,6 +1,5 @@
 """lab/losses.py on logs written here: what counts, what is left out, what is refused."""
 import json
-import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -48,29 +47,19 @@ def test_seeds_are_pooled_and_settings_that_differ_are_shown(capsys):
     assert Path("out/losses.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_is_left_out_is_named(capsys, monkeypatch):
+def test_what_is_left_out_is_named(capsys):
     write_run("out/a", "softmax", 1, 1.5)
     write_run("out/b", "softmax", 2, 1.6, steps_done=50)
     write_run("out/copy", "softmax", 1, 1.5)
     write_run("elsewhere/c", "softmax", 3, 1.7)
     write_run("out/d", "diff", 1, 1.7, steps_done=50, diverged=True)
-    write_run("out/closed/e", "softmax", 4, 1.5)
     Path("out/link").symlink_to(Path("elsewhere").resolve())
     write_run("out/other", "diff", 2, 1.5)
     Path("out/other/log.jsonl").write_text("[]\n")
-    scandir = os.scandir
-
-    def refuse(path):
-        if str(path).endswith("closed"):
-            raise PermissionError(13, "Permission denied", str(path))
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", refuse)
     losses.main(["out"])
     printed = capsys.readouterr().out
     assert "left out: out/b: not finished: step 50 of 100" in printed
     assert "left out: out/copy: the same arm, settings and seed as out/a, which counts" in printed
-    assert "left out: out/closed: Permission denied" in printed
     assert "left out: out/other: not a log of train.py" in printed
     assert "diverged: out/d\n" in printed
     _, _, softmax, diff = cells(printed)
@@ -80,8 +69,6 @@ def test_what_is_left_out_is_named(capsys, monkeypatch):
 
 @pytest.mark.parametrize("name", ["train_tokens", "steps", "total_batch", "vocab_size", "ends"])
 def test_what_cannot_be_compared_is_refused(name):
-    with pytest.raises(SystemExit, match="out is no folder"):
-        losses.main(["out"])
     write_run("out/a", "softmax", 1, 1.5, steps_done=50)
     with pytest.raises(SystemExit, match="no run below out is finished"):
         losses.main(["out"])

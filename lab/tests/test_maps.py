@@ -1,4 +1,4 @@
-"""The maps of a checkpoint: they are those that the model uses, and mistakes are one sentence."""
+"""The maps of a checkpoint are those that the model uses, and become a picture."""
 import pytest
 import torch
 
@@ -21,25 +21,14 @@ def test_the_maps_are_those_of_the_model(attn):
         x = x + block.mlp(block.norm2(x))
 
 
-def test_the_newest_checkpoint_and_mistakes(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_newest_checkpoint_has_a_picture(tmp_path):
     with pytest.raises(SystemExit, match="no checkpoint"):
         maps.main([])
     model = GPT(GPTConfig("diff", n_layer=2, n_head=4, n_embd=32, vocab_size=257))
     (tmp_path / "out").mkdir()
-    model.save("bare.pt")
     model.save("out/ckpt.pt", tokenizer="bytes")
     maps.main([])
-    said = capsys.readouterr().out
-    assert (tmp_path / "out/maps/maps.png").exists() and "-> out/maps/maps.png" in said
-    assert said.count("\n| ") == 3  # a line under the head, and one for each of two layers
-    assert maps.readable(" $\n") == r"␣\$↵"
-    for flags, sentence in (
-        (["--ckpt=c"], "can't be loaded"),
-        (["--ckpt=bare.pt"], "which tokenizer"),
-        (["--text=x"], "has 1 tokens"),
-        (["--out=bare.pt"], "lab.maps: "),
-        (["--ckpt", "out", "out"], "2"),  # argparse: one checkpoint, not two
-    ):
-        with pytest.raises(SystemExit, match=sentence):
-            maps.main(flags)
+    assert (tmp_path / "out/maps/maps.png").exists()
+    assert maps.readable(" $\n") == r"␣\$↵"  # between two $ would be a formula
+    with pytest.raises(SystemExit, match="has 1 tokens"):
+        maps.main(["--text=x"])

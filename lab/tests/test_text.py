@@ -30,9 +30,6 @@ def test_a_small_experiment_from_the_first_run_to_the_page(monkeypatch, capsys):
     assert "λ of diff ends at 0." in printed and "λ of gate" not in printed
     made = [(run["row"], run["lr"], run["seed"]) for run in runs if run["purpose"] == "reported"]
     assert made == [(row, 4e-3, seed) for row in ("diff", "gate") for seed in (3, 4)]
-    monkeypatch.setattr(train, "training_step", None)  # what is there is not trained again
-    text.main([])
-    assert stats.read_json("out/text/text.json")[1] == runs
 
 
 def test_the_page_has_the_table_and_the_numbers_of_its_json():
