@@ -94,7 +94,7 @@ def attention(layer, x, kind):
 
 def upcast(x):
     """bf16 to float32, for sums and differences that it would round away. float64 stays float64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype.itemsize >= 4 else x.float()
 
 
 def phi(x):
@@ -108,7 +108,7 @@ def make_rope(config, T, device, dtype, start=0):
     # in float64, because the angles of late positions are large, and float32 would round them
     i = torch.arange(d // 2, device=device, dtype=torch.float64)
     frequency = config.rope_theta ** (-2 * i / d) if config.rope_theta else torch.zeros_like(i)
-    angle = (start + torch.arange(T, device=device))[:, None] * frequency
+    angle = torch.arange(start, start + T, device=device)[:, None] * frequency
     # one table in memory. Else torch.compile computes the cosines anew wherever they are used
     table = torch.stack((angle.cos(), angle.sin()))
     return table.to(torch.promote_types(dtype, torch.float32)).unbind()
@@ -267,7 +267,7 @@ class Softmax(nn.Module):
 def for_each_map(k, q):
     """Keys or values (B, h, T, d), each repeated for the queries (B, H, T, d) that share it."""
     times = q.shape[1] // k.shape[1]
-    return k[:, :, None].expand(-1, -1, times, -1, -1).flatten(1, 2)  # no copy if times is 1
+    return k if times == 1 else k.repeat_interleave(times, dim=1)
 
 
 class SoftmaxAverage(Softmax):
@@ -307,8 +307,8 @@ class Diff(Softmax):
     def lam(self, x):
         """Eq. 2: one number for all heads and tokens of the layer. It starts near lambda_init."""
         # (a * b).sum() and not a @ b, which autocast would compute in bf16
-        lambda_1 = torch.exp((upcast(self.lambda_q1) * upcast(self.lambda_k1)).sum())
-        lambda_2 = torch.exp((upcast(self.lambda_q2) * upcast(self.lambda_k2)).sum())
+        lambda_1 = torch.exp((upcast(self.lambda_q1) * self.lambda_k1).sum())
+        lambda_2 = torch.exp((upcast(self.lambda_q2) * self.lambda_k2).sum())
         return lambda_1 - lambda_2 + self.lambda_init
 
     def subtract(self, y, v, x, state):
