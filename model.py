@@ -51,6 +51,8 @@ def softmax_map(q, k):
     with torch.autocast(q.device.type, enabled=False):  # it would round large scores to bf16
         scores = upcast(q) @ upcast(k).mT / math.sqrt(q.shape[-1])
     T, S = scores.shape[-2:]
+    if T == 1:  # a step of a sample: nothing is future to the last token
+        return scores.softmax(-1)
     is_future = torch.ones(T, S, dtype=torch.bool, device=q.device).triu(1 + S - T)
     return scores.masked_fill(is_future, -math.inf).softmax(-1)
 
@@ -516,9 +518,8 @@ class GPT(nn.Module):
         rope = make_rope(self.config, x.shape[1], x.device, x.dtype, start)
         for block, layer_state in zip(self.blocks, layer_states):
             x = block(x, rope, layer_state)
-        if targets is None:
-            x = x[:, -1:]
-        logits = F.linear(self.norm(x), self.wte.weight)[..., : self.config.vocab_size]
+        x = self.norm(x[:, -1:] if targets is None else x)
+        logits = F.linear(x, self.wte.weight)[..., : self.config.vocab_size]
         if targets is None:
             return logits, None
         loss = F.cross_entropy(upcast(logits).flatten(0, 1), targets.flatten())

@@ -53,9 +53,8 @@ def print_sample(tokens, enc, ends):
 
 def main(argv=None):
     config = tyro.cli(Config, description=__doc__, args=argv, use_underscores=True)
-    path = find_checkpoint(config.ckpt)
     try:
-        model = GPT.load(path, config.device)
+        model = GPT.load(find_checkpoint(config.ckpt), config.device)
     except ValueError as e:
         raise SystemExit(f"sample.py: {e}")
     enc = get_tokenizer(model.extra["tokenizer"])
