@@ -44,7 +44,7 @@ import torch.nn.functional as F
 from data import get_tokenizer
 from lab import stats
 from lab.real import find_package
-from model import GPT, Softmax, upcast
+from model import Softmax, upcast
 
 OUT = Path("out/real.json")  # what the experiments write
 RESULTS = Path(__file__).parent / "results/real.json"  # what publish reads
@@ -83,14 +83,6 @@ def change(model, heads, taken):
         block.attn.__class__ = Changed  # with the weights that it has
         block.attn.heads = [head for layer, head in heads if layer == depth]
         block.attn.taken = taken
-
-
-def load(folder):
-    try:
-        model = GPT.load(folder / "ckpt.pt")
-    except ValueError as e:
-        raise SystemExit(f"{e}. `python -m lab.real convert {folder}` makes it") from None
-    return model, get_tokenizer(model.extra["tokenizer"])
 
 
 def add(run, measure):
@@ -177,7 +169,8 @@ def read_text(enc, text):
 
 
 def ceiling(folder):
-    model, enc = load(folder)
+    _, model = stats.load_checkpoint(folder)
+    enc = get_tokenizer(model.extra["tokenizer"])
     texts = {text: read_text(enc, text) for text in TEXTS}
     for i in range(SEQUENCES):
         number = 61 * i % SEQUENCES  # what is done at any time is spread over the text
@@ -254,7 +247,8 @@ def answer(model, enc, pools, mean, crowd, batches):
 
 
 def lists(folder):
-    model, enc = load(folder)
+    _, model = stats.load_checkpoint(folder)
+    enc = get_tokenizer(model.extra["tokenizer"])
     pools = find_words(enc)
     answer(model, enc, pools, "keep", 0, [range(100_000, 100_020)])
     batches = [range(first, first + 10) for first in range(0, LISTS, 10)]
@@ -334,11 +328,7 @@ def figure(runs):
 def publish():
     """Renews the tables of the page, and draws its figure."""
     _, runs = stats.read_json(RESULTS)
-    page = RESULTS.with_suffix(".md")
-    text = page.read_text(encoding="utf-8")
-    for new in (text_table(runs), list_table(runs)):
-        header = re.escape(new.partition("\n")[0])
-        text = re.sub(rf"{header}(\n\|.*)*", lambda _: new, text)
-    page.write_text(text, encoding="utf-8")
+    tables = {"text": text_table(runs), "lists": list_table(runs)}
+    stats.renew(RESULTS.with_suffix(".md"), tables)
     figure(runs).savefig(RESULTS.with_suffix(".png"))
-    print(f"-> {page}, {RESULTS.with_suffix('.png')}")
+    print(f"-> {RESULTS.with_suffix('.png')}")

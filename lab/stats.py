@@ -1,13 +1,18 @@
 """
-What the experiments share: means with intervals, Markdown tables, JSON files and figures.
+What the programs share: flags, checkpoints, means with intervals, tables, JSON files and figures.
 
 A ± is always half of an interval, of 95 % unless a call says another level.
 """
+import argparse
 import json
 import math
 import os
+import re
 
 import numpy as np
+
+from model import GPT
+from sample import find_checkpoint
 
 # Okabe and Ito's colours, which every kind of eye can tell apart
 COLORS = {
@@ -20,6 +25,23 @@ COLORS = {
     "diff_linear": "#CC79A7",
     "gate": "#777777",
 }
+
+
+def parser(module, text):
+    """A parser of command lines, whose help shows this text as it stands."""
+    style = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(f"python -m {module}", description=text, formatter_class=style)
+
+
+def load_checkpoint(path, device="cpu"):
+    """(file, the GPT in it) of a file, a run's folder, or None: the newest below out/."""
+    import lab.arms  # noqa: F401  with it checkpoints of those arms can be read, too
+
+    file = find_checkpoint(path)
+    try:
+        return file, GPT.load(file, device)
+    except ValueError as e:
+        raise SystemExit(e) from None
 
 
 def mean_interval(values):
@@ -73,6 +95,16 @@ def format_cell(x):
     if isinstance(x, int):
         return f"{x:,}"
     return f"{x:.4g}" if isinstance(x, float) else str(x)
+
+
+def renew(page, parts):
+    """Write parts of a page anew, {name: text}: what stands from <!-- name --> to <!-- end -->."""
+    text = page.read_text(encoding="utf-8")
+    for name, part in parts.items():
+        place = rf"(?<=<!-- {name} -->\n).*?(?=<!-- end -->)"
+        text = re.sub(place, lambda _: f"{part}\n", text, flags=re.DOTALL)
+    page.write_text(text, encoding="utf-8")
+    print(f"-> {page}")
 
 
 def write_json(path, about, runs):

@@ -17,7 +17,6 @@ apart. The norm costs less than 0.05, and if it starts at 0.2 less than 0.03. DI
 0.008. One head with a span of 4 tokens does within 0.02 what decay does. DIFF V2 less a gate lies
 between -0.005 and +0.003, and a gate less softmax between -0.018 and -0.006.
 """
-import argparse
 import statistics
 from pathlib import Path
 
@@ -92,8 +91,6 @@ COMPARISONS = [
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 CHOOSE_ON = range(1, 3)  # the seeds on which a row's rate is chosen
 RESULTS = Path(__file__).parent / "results"
-BEGIN = "<!-- the table, by python -m lab.text publish -->"
-END = "<!-- the end of the table -->"
 
 # ---- the runs
 
@@ -209,34 +206,20 @@ def draw(runs, path):
     figure.savefig(path)
 
 
-def publish(folder):
-    """The table and the figure of folder/text.json. A text.md beside it gets the table."""
-    _, runs = stats.read_json(folder / "text.json")
-    print(report(runs))
-    page = folder / "text.md"
-    if page.exists():
-        before, rest = page.read_text(encoding="utf-8").split(BEGIN)
-        after = rest.split(END)[1]
-        page.write_text(f"{before}{BEGIN}\n\n{report(runs)}\n\n{END}{after}", encoding="utf-8")
-        print(f"-> {page}")
-    draw(runs, folder / "text.png")
-    print(f"-> {folder / 'text.png'}")
-
-
 def main(argv=None):
-    raw = argparse.RawDescriptionHelpFormatter
-    p = argparse.ArgumentParser("python -m lab.text", description=__doc__, formatter_class=raw)
+    p = stats.parser("lab.text", __doc__)
     p.add_argument("verb", nargs="?", choices=["publish"], help="train nothing")
-    out = RESULTS if p.parse_args(argv).verb else Path("out/text")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise SystemExit(f"{out} can't be written: {e.strerror}") from e
-    if out != RESULTS:
+    if p.parse_args(argv).verb:
+        out = RESULTS
+        _, runs = stats.read_json(out / "text.json")
+        stats.renew(out / "text.md", {"comparisons": report(runs)})
+    else:
+        out = Path("out/text")
         runs = [run for row in ROWS for run in train_row(row, out)]
         stats.write_json(out / "text.json", dict(flags=FLAGS, rows=ROWS), runs)
-        print(f"-> {out / 'text.json'}")
-    publish(out)
+        print(f"{report(runs)}\n-> {out / 'text.json'}")
+    draw(runs, out / "text.png")
+    print(f"-> {out / 'text.png'}")
 
 
 if __name__ == "__main__":
