@@ -6,14 +6,13 @@ $ python -m lab.hf out/gpt2/diff hub_folder
 AutoModelForCausalLM.from_pretrained("hub_folder") makes a LlamaForCausalLM of softmax, and of diff
 a DiffLlamaForCausalLM. The other arms have no counterpart. AutoTokenizer reads the folder, too.
 """
-import argparse
 import json
 from pathlib import Path
 
 from data import EOT, get_tokenizer
 from lab.real import bytes_of_letters
-from model import GPT, NORM_EPS
-from sample import find_checkpoint
+from lab.stats import load_checkpoint, parser
+from model import NORM_EPS
 
 # parts of a parameter's name in model.py and there, to be replaced in this order
 NAMES = {
@@ -105,23 +104,18 @@ def add(path, **settings):
 
 
 def main(argv=None):
-    style = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser = argparse.ArgumentParser("python -m lab.hf", description=__doc__, **style)
-    parser.add_argument("ckpt", type=Path, help="checkpoint, or the folder of a run")
-    parser.add_argument("folder", type=Path, help="a new folder for transformers")
-    args = parser.parse_args(argv)
+    p = parser("lab.hf", __doc__)
+    p.add_argument("ckpt", type=Path, help="checkpoint, or the folder of a run")
+    p.add_argument("folder", type=Path, help="a new folder for transformers")
+    args = p.parse_args(argv)
     if args.folder.exists():
         raise SystemExit(f"{args.folder} is there already: name a new folder")
-    file = find_checkpoint(args.ckpt)
-    try:
-        model = GPT.load(file)
-        name = model.extra["tokenizer"]
-        if name not in ("gpt2", "bytes"):
-            raise SystemExit(f"{file} has a tokenizer of its own: only gpt2 and bytes can go there")
-        theirs = convert(model)
-        tokenizer = convert_tokenizer(get_tokenizer(name))
-    except (ImportError, ValueError, OSError) as e:  # gpt2's vocabulary needs a network
-        raise SystemExit(f"{e!s:.300}") from None
+    file, model = load_checkpoint(args.ckpt)
+    name = model.extra["tokenizer"]
+    if name not in ("gpt2", "bytes"):
+        raise SystemExit(f"{file} has a tokenizer of its own: only gpt2 and bytes can go there")
+    theirs = convert(model)
+    tokenizer = convert_tokenizer(get_tokenizer(name))
     theirs.save_pretrained(args.folder)
     tokenizer.save_pretrained(args.folder)
     # transformers 4 reads what version 5 does not write any more

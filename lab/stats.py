@@ -117,13 +117,10 @@ def write_json(path, about, runs):
 
 
 def read_json(path):
-    """(about, runs) of a file that write_json wrote. SystemExit with one sentence if it is none."""
-    try:
-        with open(path, encoding="utf-8") as f:
-            about = json.load(f)
-        return about, about.pop("runs")
-    except (OSError, ValueError, AttributeError, KeyError, TypeError) as e:
-        raise SystemExit(f"{path} can't be read: {e!r:.200}") from e
+    """(about, runs) of a file that write_json wrote."""
+    with open(path, encoding="utf-8") as f:
+        about = json.load(f)
+    return about, about.pop("runs")
 
 
 def new_figure(rows=1, columns=1, width=6, height=4):

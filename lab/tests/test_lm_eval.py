@@ -69,5 +69,3 @@ def test_a_task_from_a_file_prints_the_table_of_the_harness(tmp_path, capsys, mo
     flags = [f"--ckpt={tmp_path}", f"--include_path={tmp_path}", "--device=cpu"]
     main([*flags, "--tasks=manual"])
     assert "|manual|" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="knows no task nonsense"):
-        main([*flags, "--tasks=manual,nonsense"])
