@@ -17,9 +17,7 @@ The prediction. If a map gives the weight c to every wrong pair and r to the rig
 has m c, and outvotes the right one from m = r / c on. With wrong logits around 0 that is e^tau. A
 minus that takes u from every pair moves this border to (r - u) / (c - u). If u is c, none outvotes.
 """
-import argparse
 import math
-import re
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -30,7 +28,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from lab.arms import ATTENTION  # with softmax_sum and softmax_own
-from lab.stats import COLORS, markdown, new_figure, read_json, write_json
+from lab.stats import COLORS, markdown, new_figure, parser, read_json, renew, write_json
 from model import GPT, GPTConfig, SoftmaxAverage, make_rope
 
 QUERIES = 8
@@ -314,14 +312,8 @@ def length_table(runs):
 def publish():
     """Write the tables into the page, and draw its figures."""
     _, runs = read_json(RESULTS / "lookup.json")
-    page = RESULTS / "lookup.md"
-    text = page.read_text(encoding="utf-8")
-    for name, table in ("crowds", crowd_table(runs)), ("lengths", length_table(runs)):
-        place = rf"(?<=<!-- {name} -->\n).*?(?=<!-- end -->)"
-        text = re.sub(place, lambda _: f"{table}\n", text, flags=re.DOTALL)
-    page.write_text(text, encoding="utf-8")
+    renew(RESULTS / "lookup.md", {"crowds": crowd_table(runs), "lengths": length_table(runs)})
     draw(RESULTS, read_json(RESULTS / "lookup-shown.json")[1], runs)
-    print(f"-> {page}")
 
 
 def run_missing():
@@ -335,8 +327,10 @@ def run_missing():
             print(f"-> {RESULTS / 'lookup.json'}: {row['arm']}, seed {row['seed']}")
 
 
-def show(out, steps=STEPS):
+def show(steps=STEPS):
     """Train the three models, and draw what a crowd does to them."""
+    out = Path("out/lookup")
+    out.mkdir(parents=True, exist_ok=True)  # before the work
     shown = [shown_row(reader) for reader in shown_models(steps=steps).values()]
     write_json(out / "lookup-shown.json", dict(torch=torch.__version__), shown)
     for row in shown:
@@ -347,23 +341,10 @@ def show(out, steps=STEPS):
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(
-        prog="python -m lab.lookup",
-        description=__doc__.partition("\nThe task.")[0],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    p = parser("lab.lookup", __doc__.partition("\nThe task.")[0])
     p.add_argument("verb", nargs="?", choices=("run", "publish"))
-    p.add_argument("--out", type=Path, default=Path("out/lookup"), help="folder, without a verb")
-    args = p.parse_args(argv)
-    out = RESULTS if args.verb else args.out
-    try:  # before the work
-        out.mkdir(parents=True, exist_ok=True)
-        (out / ".writable").touch()
-        (out / ".writable").unlink()
-    except OSError as e:
-        raise SystemExit(f"{out} can't be written: {e}") from e
-    verbs = {"run": run_missing, "publish": publish, None: lambda: show(out)}
-    verbs[args.verb]()
+    verbs = {"run": run_missing, "publish": publish, None: show}
+    verbs[p.parse_args(argv).verb]()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ What a whole model answers is in tables, since the models are too large.
 A pair's logit depends on its key and its value only, since there are no positions. So two logits
 for each pair are enough: with its own value, and with that of the crowd.
 """
-import argparse
 import json
 from dataclasses import replace
 from itertools import groupby
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 
 from lab.lookup import QUERIES, RIGHT, STEPS, Reader, Texts, shown_models, shown_texts
+from lab.stats import parser
 from model import make_rope
 
 # what "What votes can buy" found on real text, in two sentences
@@ -148,12 +148,6 @@ def collect(steps, B):
     return data
 
 
-def make_page(out, steps=STEPS, B=128):
-    """Train the models and write the page."""
-    data = collect(steps, B)
-    out.write_text(fill(data), encoding="utf-8")
-
-
 def fill(data):
     """The page with these numbers."""
     page = TEMPLATE.read_text(encoding="utf-8")
@@ -163,26 +157,14 @@ def fill(data):
         "steps": f"{data['steps']:,}",
         "data": json.dumps(data, separators=(",", ":")),
     }.items():
-        assert f"@{name}@" in page, f"{TEMPLATE} has no place for {name}"
         page = page.replace(f"@{name}@", text)
     return page
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(
-        prog="python -m lab.page",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    p.add_argument("--out", type=Path, default=PAGE, help="file (docs/index.html)")
-    args = p.parse_args(argv)
-    try:  # before the work
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.open("a").close()
-    except OSError as e:
-        raise SystemExit(f"--out={args.out} can't be written: {e}") from e
-    make_page(args.out)
-    print(f"-> {args.out}")
+    parser("lab.page", __doc__).parse_args(argv)
+    PAGE.write_text(fill(collect(STEPS, B=128)), encoding="utf-8")
+    print(f"-> {PAGE}")
 
 
 if __name__ == "__main__":

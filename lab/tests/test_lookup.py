@@ -1,6 +1,7 @@
 """The look-up: its texts and its model, and that lab/results/lookup.md says what its data say."""
 import math
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,11 +54,11 @@ def test_training_repeats_that_of_the_published_runs(arm, loss):
     assert found.item() == pytest.approx(loss, abs=2e-5)
 
 
-def test_the_first_picture(tmp_path, monkeypatch):
+def test_the_first_picture(monkeypatch):
     monkeypatch.setattr(lookup.show, "__defaults__", (3,))  # steps
     monkeypatch.setattr(lookup, "shown_texts", lambda m: make_texts(0, 4, m=m))
-    lookup.main([f"--out={tmp_path}"])
-    files = {path.name for path in tmp_path.iterdir()}
+    lookup.main([])
+    files = {path.name for path in Path("out/lookup").iterdir()}
     assert files == {"lookup-shown.json", "lookup-weights.png", "lookup.png"}
 
 

@@ -22,12 +22,12 @@ def small(tmp_path_factory):
     out = tmp_path_factory.mktemp("page") / "index.html"
 
     def shown_models(tau, steps):
-        return READERS.setdefault(str(tau), lookup.shown_models(tau, steps=30))
+        return READERS.setdefault(str(tau), lookup.shown_models(tau, steps))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(page, "shown_models", shown_models)
         patch.setattr(page, "LAMBDAS", [0.0, 0.3, 0.5, 1.0])
-        page.make_page(out, B=8)
+        out.write_text(page.fill(page.collect(steps=30, B=8)), encoding="utf-8")
     return out
 
 
