@@ -4,20 +4,17 @@ What a trained model attends to: the map of every head, for a text.
     python -m lab.maps --ckpt=out/toy/diff --text "to be or not to be" --out=out/maps
 
 It draws maps.png, with a row of panels for each layer and a panel for each head (Figure 1 of the
-paper shows such maps), and prints a few numbers of each layer. A map is what is left after the
-subtraction, so it can be negative. Row i of it is what token i takes from each token j <= i.
+paper shows such maps). A map is what is left after the subtraction, so it can be negative. Row i of
+it is what token i takes from each token j <= i.
 """
-import argparse
 from pathlib import Path
 
 import numpy as np
 import torch
 
-import lab.arms  # noqa: F401  with it checkpoints of those arms can be read, too
 from data import get_tokenizer
-from lab.stats import markdown, new_figure
-from model import GPT, make_rope
-from sample import find_checkpoint
+from lab.stats import load_checkpoint, new_figure, parser
+from model import make_rope
 
 LONGEST = 64  # tokens. In a map of more the labels can't be read
 
@@ -39,18 +36,6 @@ def attention_maps(model, idx):
         found.append((block.attn.map(h)[0], lam))
         x = block(x, rope, {})
     return found
-
-
-def describe(A):
-    """A few numbers of a layer's map A (h, T, T), of which the shares are of absolute values."""
-    size = A.abs().sum(-1)  # of a row
-    before = A.diagonal(-1, 1, 2).abs()  # what a token takes from the one before it
-    return {
-        "sum of a row": A.sum(-1).mean().item(),
-        "below 0": ((-A).clamp(min=0).sum() / size.sum()).item(),
-        "on the first token": (A[..., 0].abs() / size).mean().item(),
-        "on the token before": (before / size[:, 1:]).mean().item(),
-    }
 
 
 def draw(maps, tokens):
@@ -93,29 +78,18 @@ def readable(token):
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(
-        prog="python -m lab.maps",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    p = parser("lab.maps", __doc__)
     p.add_argument("--ckpt", type=Path, help="file, or folder of a run (the newest below out/)")
     p.add_argument("--text", default="to be or not to be", help="what the model reads")
     p.add_argument("--out", type=Path, default=Path("out/maps"), help="folder (out/maps)")
     args = p.parse_args(argv)
-    try:
-        model = GPT.load(find_checkpoint(args.ckpt))
-        args.out.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as e:
-        raise SystemExit(f"lab.maps: {e}") from e
-    if "tokenizer" not in model.extra:
-        raise SystemExit("lab.maps: the checkpoint does not say which tokenizer it needs")
+    _, model = load_checkpoint(args.ckpt)
     tokenizer = get_tokenizer(model.extra["tokenizer"])
     tokens = tokenizer.encode_ordinary(args.text)
     if not 2 <= len(tokens) <= LONGEST:
         raise SystemExit(f"--text has {len(tokens)} tokens. A map of 2 to {LONGEST} can be read")
     maps = attention_maps(model, torch.tensor([tokens]))
-    lines = [{"layer": layer} | describe(A) for layer, (A, _) in enumerate(maps)]
-    print(markdown(lines))
+    args.out.mkdir(parents=True, exist_ok=True)
     draw(maps, [tokenizer.decode([token]) for token in tokens]).savefig(args.out / "maps.png")
     print(f"-> {args.out / 'maps.png'}")
 
