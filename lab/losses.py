@@ -8,10 +8,10 @@ A row is an arm with its settings, of which those are shown that differ. The las
 less that of the first row, by Welch's t. A run that diverged has the loss inf, and so has the mean
 of its row: the runs that are left may be the better ones.
 """
-import argparse
 import json
 import math
 import os
+from functools import partial
 from pathlib import Path
 
 from lab import stats
@@ -47,11 +47,8 @@ def read_run(log):
 def gather(folder):
     """{settings of a row: {seed: run}} of all logs below folder. Prints what is left out."""
     rows = {}
-
-    def leave_out(error):
-        print(f"left out: {error.filename}: {error.strerror}")
-
-    for here, folders, files in os.walk(folder, onerror=leave_out, followlinks=True):
+    below = os.walk(folder, onerror=partial(print, "left out:"), followlinks=True)
+    for here, folders, files in below:
         folders.sort()
         if "log.jsonl" not in files:
             continue
@@ -69,15 +66,6 @@ def gather(folder):
     return rows
 
 
-def check_shared(runs):
-    """SystemExit if two of the runs can't be compared."""
-    for name in SHARED:
-        values = {str(run.get(name)) for run in runs}
-        if len(values) > 1:
-            several = " and ".join(sorted(values))
-            raise SystemExit(f"these runs can't be compared: {name} is {several}")
-
-
 # ---- the table and the figure
 
 
@@ -86,7 +74,7 @@ def describe(key, keys):
     shown = {}
     for name, value, values in zip(SETTINGS, key, zip(*keys)):
         if name == "attn" or len(set(values)) > 1:
-            shown[name] = value
+            shown[name] = f"{value:g}" if isinstance(value, float) else value
     return shown
 
 
@@ -100,7 +88,7 @@ def table_of(rows):
         less = stats.plus_minus(*stats.difference(losses, first))
         line = describe(key, rows) | {"n": len(runs)}
         line["val loss"] = stats.plus_minus(*stats.mean_interval(losses))
-        line["less the first"] = less if table else None
+        line["less the first"] = less if table else "–"
         table.append(line)
     return table
 
@@ -123,21 +111,20 @@ def draw(rows, path):
 
 
 def main(argv=None):
-    raw = argparse.RawDescriptionHelpFormatter
-    p = argparse.ArgumentParser("python -m lab.losses", description=__doc__, formatter_class=raw)
+    p = stats.parser("lab.losses", __doc__)
     p.add_argument("folder", type=Path, help="where the runs are, at any depth")
     folder = p.parse_args(argv).folder
-    if not folder.is_dir():
-        raise SystemExit(f"{folder} is no folder")
-    if not os.access(folder, os.W_OK):
-        raise SystemExit(f"{folder} can't be written, and the figure is for it")
     found = gather(folder)
     if not found:
         raise SystemExit(f"no run below {folder} is finished")
     order = {arm: number for number, arm in enumerate(ATTENTION)}  # softmax is first
     keys = sorted(found, key=lambda key: (order.get(key[0], len(order)), key))
     rows = {key: list(found[key].values()) for key in keys}
-    check_shared([run for runs in rows.values() for run in runs])
+    for name in SHARED:
+        values = {str(run.get(name)) for runs in rows.values() for run in runs}
+        if len(values) > 1:
+            several = " and ".join(sorted(values))
+            raise SystemExit(f"these runs can't be compared: {name} is {several}")
     print(f"\n{stats.markdown(table_of(rows))}\n\n± is half of a 95 % interval")
     draw(rows, folder / "losses.png")
     print(f"-> {folder / 'losses.png'}")

@@ -81,20 +81,10 @@ def plus_minus(mean, half, digits=3):
 
 
 def markdown(rows):
-    """A Markdown table of a list of dicts, whose keys are the columns. None and nan are a dash."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    lines = [columns, ["---"] * len(columns)]
-    for row in rows:
-        lines.append([format_cell(row.get(column)) for column in columns])
+    """A Markdown table of dicts that have the same keys, its columns."""
+    lines = [rows[0], ["---"] * len(rows[0])]
+    lines += [map(str, row.values()) for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def format_cell(x):
-    if x is None or x != x:
-        return "–"
-    if isinstance(x, int):
-        return f"{x:,}"
-    return f"{x:.4g}" if isinstance(x, float) else str(x)
 
 
 def renew(page, parts):
