@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from lab.arms import ATTENTION  # with softmax_sum and softmax_own
 from lab.stats import COLORS, markdown, new_figure, parser, read_json, renew, write_json
-from model import GPT, GPTConfig, SoftmaxAverage, make_rope
+from model import GPT, GPTConfig, SoftmaxAverage
 
 QUERIES = 8
 RIGHT = 64 - QUERIES  # the pair that the first query asks for. A crowd is in those before it
