@@ -177,8 +177,7 @@ def ceiling(folder):
         for text in TEXTS:
             for heads in HEADS:
                 run = dict(what="ceiling", text=text, sequence=number, heads=heads)
-                if heads == "look-up" or number % 4 == 0:
-                    add(run, lambda: read(model, texts[text][number], HEADS[heads]))
+                add(run, lambda: read(model, texts[text][number], HEADS[heads]))
 
 
 def find_words(enc):

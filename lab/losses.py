@@ -23,8 +23,6 @@ SETTINGS = ("attn", "n_layer", "n_head", "n_embd", "block_size", "mlp_width", "r
 # what all runs must share, or their losses can't be compared
 SHARED = ("vocab_size", "train_tokens", "val_tokens", "ends", "eval_tokens", "steps", "total_batch")
 
-# ---- the logs
-
 
 def read_run(log):
     """The first line of a log, with the run's {step: val loss} and what it ended with.
@@ -64,9 +62,6 @@ def gather(folder):
         except (OSError, ValueError, KeyError) as e:
             print(f"left out: {here}: {e}")
     return rows
-
-
-# ---- the table and the figure
 
 
 def describe(key, keys):

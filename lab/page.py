@@ -50,9 +50,6 @@ def first_texts(m, B):
     return Texts(*(part[:B] for part in shown_texts(m)))
 
 
-# ---- what the layers and the models give
-
-
 @torch.no_grad()
 def logits_of(reader):
     """The logits of the first query, less that of its own token, in EXAMPLES texts.

@@ -28,6 +28,7 @@ import re
 import runpy
 import sys
 import time
+import traceback
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
@@ -75,9 +76,9 @@ def norm(y, dim):
     return y * torch.rsqrt(y.square().mean(dim, keepdim=True) + 1e-5)
 
 
-def rotary(m):
+def rotary(m, base=1e4):
     d = m.shape[-1]
-    angle = torch.arange(m.shape[-2])[:, None] * 1e4 ** (-torch.arange(0, d, 2).double() / d)
+    angle = torch.arange(m.shape[-2])[:, None] * base ** (-torch.arange(0, d, 2).double() / d)
     a, b = m[..., 0::2], m[..., 1::2]
     a, b = a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()
     return torch.stack((a, b), -1).flatten(-2)
@@ -204,8 +205,8 @@ def measured(names, port, version, w, p, again):
     numbers = {"scale": (math.sqrt(p.d), p.scale), "factor": (1.0, p.factor)}
     if version == 1:
         numbers["factor"] = (1 - port.lambda_init, p.factor)
-        if p.d_v == p.d:
-            found["narrow values"] = ""
+        if p.d_v != 2 * p.d:
+            found["value width"] = f"The paper's is {2 * p.d}, yours is {p.d_v}."
         if abs(p.init - again.init) < 1e-3 and w.exp_part.any():
             numbers["lambda_init"] = (port.lambda_init, p.init)
             numbers["factor"] = (1 - p.init, p.factor)
@@ -232,7 +233,7 @@ class Verdict:
         for name in self.broken + self.differs + self.choices + self.same:
             _, kind, right, wrong, text = next(m for m in MISTAKES if m[0] == name)
             self.lines.append(f"{kind:8} {name}: {text} {found[name]}".rstrip(" :"))
-            if right:
+            if right and not found[name]:  # what is measured has numbers
                 self.lines.append(f"         paper: {right}   yours: {wrong}")
         self.lines += notes
 
@@ -260,8 +261,10 @@ def diagnose(layer, n_head=8, depth=0, version=1, causal=True, names=None):
     causes = None
     note = apology = "It is not compared: that needs sound outputs, and weights of such sizes."
     if not {"NaN", "random", "mixes samples"} & set(found):
-        for given, order in itertools.product(ways, port.orders):
-            until = time.process_time() + SECONDS / len(ways) / len(port.orders)
+        start = time.process_time()
+        tries = list(itertools.product(ways, port.orders))
+        for i, (given, order) in enumerate(tries, start=1):  # half of the time is for the first
+            until = start + SECONDS * (1 + i / len(tries)) / 2
             # raised where the weights do not have the sizes of such a layer
             with suppress(RuntimeError, ValueError, IndexError, ZeroDivisionError):
                 causes, note = explain(port, version, causal, given, x, order, until)
@@ -284,33 +287,30 @@ def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
     return y.transpose(1, 2)
 
 
-def apply_rotary_emb(q, cos, sin, interleaved=False):
+def apply_rotary_emb(q, cos, sin, *_, **__):
     return rotary(q.transpose(1, 2)).transpose(1, 2).to(q)
-
-
-def load(path, lines):
-    """The names that a file and lines behind it define. A package that is missing is replaced."""
-    for name in ("flash_attn", "flex_head_fa", "kernel.rotary"):  # they need a GPU
-        sys.modules[name] = MagicMock(
-            flash_attn_func=flash_attn_func, apply_rotary_emb=apply_rotary_emb)
-    sys.path.insert(0, str(Path(path).resolve().parent))
-    while True:
-        try:
-            names = runpy.run_path(path)
-            break
-        except ModuleNotFoundError as problem:
-            if problem.name in sys.modules:
-                raise
-            print(f"{problem.name} is missing, a stand-in is in its place")
-            sys.modules[problem.name] = MagicMock()
-    for line in lines:
-        exec(line, names)
-    return names
 
 
 def main(path, *lines):
     torch.set_num_threads(1)  # for tensors as small as these, more are slower
-    names = load(path, lines)
+    stand_in = MagicMock(flash_attn_func=flash_attn_func, apply_rotary_emb=apply_rotary_emb)
+    sys.modules["flash_attn"] = stand_in  # it needs a GPU
+    sys.modules["triton"] = None  # so does a kernel: who imports triton is replaced
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    names = None
+    while names is None:
+        try:
+            names = runpy.run_path(path)
+        except ImportError as problem:
+            *_, (frame, _) = traceback.walk_tb(problem.__traceback__)
+            is_triton = str(problem.name).startswith("triton")
+            name = frame.f_globals["__name__"] if is_triton else problem.name
+            if name in (None, "<run_path>") or sys.modules.get(name) is stand_in:
+                raise
+            print(f"{name} can't be imported here, a stand-in is in its place")
+            sys.modules[name] = stand_in
+    for line in lines:
+        exec(line, names)
     if "layer" not in names:
         raise ValueError(f"{path} has no layer: add layer = YourAttention(...)")
     said = {name: names[name] for name in inspect.signature(diagnose).parameters if name in names}

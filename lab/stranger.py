@@ -7,7 +7,7 @@ import inspect
 import itertools
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import torch
 import torch.nn as nn
@@ -33,7 +33,7 @@ def role_of(name, weight):
         return "bias"
     if weight.numel() == max(weight.shape):
         return "qk_norm" if re.search("[qk]_?(norm|ln)", name) else "norm"
-    found = [re.fullmatch("(qkv|qk|kv|q|k|v)|que.*|keys?|val.*", word) for word in words]
+    found = [re.fullmatch("(qkv|qk|kv|q|k|v)p?|que.*|keys?|val.*", word) for word in words]
     return "".join(match[1] or match[0][0] for match in found if match) or "o"
 
 
@@ -55,7 +55,9 @@ class Stranger:
         self.depth = depth
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)
         fused = [role for role in self.roles.values() if role in FUSED]
-        self.orders = FUSED[fused[0]] + [fused[0] * self.heads] if fused else [""]
+        self.orders = [""]
+        if fused:  # the projections one after the other, or all of a head after all of another
+            self.orders = [order * n for n in (1, self.heads) for order in FUSED[fused[0]]]
 
     def draw(self, order="", seed=1, flat=False):
         """Draws weights, and returns {role: [part, ...]} of them, in float64.
@@ -67,12 +69,15 @@ class Stranger:
         parts = defaultdict(list)
         for name, weight in self.weights.items():
             role = self.roles[name]
-            # one lambda for all heads
-            shape = weight.shape[-1:] if role in LAMBDAS else weight.shape
+            shape = weight.shape
+            if role in LAMBDAS:
+                shape = shape[-1:]  # one lambda for all heads
+            elif role == "lambda" and weight.ndim < 2:
+                shape = ()
             torch.manual_seed(seed + sum(map(ord, role if "lambda" in role else name)))
-            new = torch.randn(shape) / math.sqrt(max(weight.shape, default=1))
-            if role in LAMBDAS or weight.numel() == 1:
-                new = (new.abs() / 2).expand(weight.shape)  # so that 0 < lambda < 1
+            new = torch.randn(shape) / math.sqrt(max(shape, default=1))
+            if "lambda" in role and len(shape) < 2:  # so that 0 < lambda < 1
+                new = (new.abs() / 2).clamp(max=0.9).expand(weight.shape)
             elif role in ("bias", "qk_norm"):
                 new = torch.zeros(shape)
             new = new + (role in ("norm", "qk_norm"))
@@ -102,18 +107,21 @@ class Stranger:
         wanted = [a.name for a in arguments if re.search("mask|causal", a.name)
                   or a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD]
         lengths = [n for m in self.layer.modules() for n in vars(m).values() if type(n) is int]
-        widths = {n for weight in self.weights.values() for n in weight.shape}
-        for T, C in itertools.product([12] + lengths, sorted(widths)):
+        widths = Counter(n for weight in self.weights.values() for n in weight.shape[-2:])
+        for T, C in itertools.product([12] + lengths, [n for n, _ in widths.most_common()]):
             x = torch.randn(2, T, C, generator=torch.Generator().manual_seed(0))
-            found = {}  # of those that give the same one is enough
+            found = defaultdict(list)  # {output: what is given for it}
             for offers in self.offers(T, C) if wanted else [{}]:
                 given = {name: next(offers[words] for words in offers
                                     if re.search(words, name.lower())) for name in wanted}
-                y = self.run(given, x)
-                if y is not None:
-                    found.setdefault(str(y.tolist()), given)
-            if found:
-                return x, list(found.values())
+                found[str(self.run(given, x))].append(given)
+            found.pop("None", None)  # what does not run
+            ways = []
+            for output, some in found.items():  # one for each. A layer may keep an old mask
+                again = [given for given in some if str(self.run(given, x)) == output]
+                ways.append((again or some)[0])
+            if ways:
+                return x, ways
         raise ValueError(f"the layer does not run: {self.problem!r}")
 
     def offers(self, T, C):
