@@ -13,10 +13,8 @@ import torch
 import torch.nn as nn
 
 import train
-from model import ATTENTION, Diff, DiffV2, Linear, Softmax, SoftmaxAverage
+from model import ATTENTION, GPT, Diff, DiffV2, Linear, Softmax, SoftmaxAverage
 from model import for_each_map, rotate, upcast
-
-# ---- decay: a head forgets, each at a rate of its own
 
 
 def decay_rates(layer):
@@ -81,9 +79,6 @@ class LinearOneShortHead(LinearDecay):
         return torch.tensor([1 / 4] + [0] * (self.h - 1))[:, None, None]
 
 
-# ---- what is it in the difference: its factor, its second map, or the minus?
-
-
 class SoftmaxFactor(Softmax):
     """One map with diff's norm, and behind it diff's factor 1 - lambda_init of each layer."""
 
@@ -99,6 +94,16 @@ class DiffConstant(Diff):
     def make_lambda(self, depth):
         super().make_lambda(depth)
         self.lambda_init = 0.8
+
+
+class DiffLargeEmbedding(Diff):
+    """diff in a model whose embedding starts four times as large: beside it the norm is less loud."""
+
+
+def draw_parameters(model, seed, draw=GPT.draw_parameters):
+    draw(model, seed)
+    if model.config.attn == "diff_large_embedding":
+        model.wte.weight.data *= 4
 
 
 class SoftmaxSum(Diff):
@@ -149,6 +154,7 @@ class Gate(Softmax):
         return upcast(y) * upcast(self.gate_proj(x)).sigmoid().mT[..., None]  # (B, h, T, 1)
 
 
+GPT.draw_parameters = draw_parameters  # no layer knows the embedding
 ATTENTION |= {
     "softmax_decay": SoftmaxDecay,
     "linear_decay": LinearDecay,
@@ -156,6 +162,7 @@ ATTENTION |= {
     "linear_one_short_head": LinearOneShortHead,
     "softmax_factor": SoftmaxFactor,
     "diff_constant": DiffConstant,
+    "diff_large_embedding": DiffLargeEmbedding,
     "softmax_sum": SoftmaxSum,
     "diff_v2_minus": DiffV2Minus,
     "diff_v2_plus": DiffV2Plus,

@@ -128,9 +128,6 @@ def train_row(row, out):
     return runs + [do_run(row, best, seed, "reported", out) for seed in reported_seeds(row)]
 
 
-# ---- the table
-
-
 def losses_of(runs, row, seeds):
     """The losses of a row's runs that are reported, on these seeds."""
     return [run["val_loss"] for run in runs if run["row"] == row
@@ -182,9 +179,6 @@ def lambdas_of(runs):
 def report(runs):
     """The part of the page that is made of the runs."""
     return f"{stats.markdown(table_of(runs))}\n\n{how_sure(runs)}{lambdas_of(runs)}"
-
-
-# ---- the figure: what each row has more than softmax, or more than linear
 
 
 def draw(runs, path):

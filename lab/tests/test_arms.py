@@ -89,5 +89,8 @@ def test_the_other_arms_by_their_formula():
     factor, _ = make("softmax_factor")  # 1 - lambda_init of layer 1 is 0.6444909 (l = 2 in Eq. 3)
     torch.testing.assert_close(factor(x), 0.6444909 * plain("softmax", factor)[0](x))
 
+    large, usual = [GPT(GPTConfig(arm, **TINY)) for arm in ("diff_large_embedding", "diff")]
+    assert torch.equal(large.wte.weight, 4 * usual.wte.weight)
+
     decay, _ = make("diff_linear_decay")  # both maps of a head have the same span
     assert (1 / arms.decay_rates(decay)).flatten().tolist() == pytest.approx([4, 4, 32, 32])
