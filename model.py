@@ -23,7 +23,7 @@ A = A_1 - lambda A_2, with a learned lambda: what both have in common goes, as f
 `attention` below computes four of the arms in the simplest way. All that follows makes them fast,
 and puts a GPT around them. The letters for shapes are
 
-    B batch, T tokens, C channels (n_embd)
+    B batch, T tokens (S keys, where a sample goes on), C channels (n_embd)
     H maps, each with queries of its own, d channels each
     h heads of values, d_v channels each: h = H, or H/2 where two maps share a value
 """
@@ -189,11 +189,11 @@ class Softmax(nn.Module):
     """
 
     heads_per_value = 1  # n_head / h: 2 in Diff and DiffLinear, where n_head counts the maps
-    usual_subln = 0.0
+    usual_subln = 0.0  # the first weight of the output norm. 0: no norm
     state_grows = True  # the state gets larger with each token
 
     @staticmethod
-    def usual_mlp_width(C, H):
+    def usual_mlp_width(C, H):  # 8C/3, as usual for SwiGLU, down to a multiple of 8
         return max(8, 8 * C // 3 // 8 * 8)
 
     def __init__(self, config, depth):
@@ -207,13 +207,13 @@ class Softmax(nn.Module):
         self.v_proj = nn.Linear(C, C, bias=False)
         self.out_proj = nn.Linear(C, C, bias=False)
         self.lambda_init = 0.0  # then the factor of Eq. 3 is 1
-        self.make_lambda(depth)
+        self.make_parameters(depth)
         self.subln = None
         if config.subln > 0:
             self.subln = nn.RMSNorm(C // self.h, eps=NORM_EPS)  # the heads share one weight
             nn.init.constant_(self.subln.weight, config.subln)
 
-    def make_lambda(self, depth):
+    def make_parameters(self, depth):
         """Makes the parameters that one map does not have."""
 
     def project(self, x):
@@ -275,7 +275,7 @@ def for_each_map(k, q):
 class SoftmaxAverage(Softmax):
     """A - lambda U, where U V is the running mean of V. A control: is any minus enough?"""
 
-    def make_lambda(self, depth):
+    def make_parameters(self, depth):
         self.lambda_average = nn.Parameter(torch.tensor(0.2))
 
     def lam(self, x):
@@ -297,7 +297,7 @@ class Diff(Softmax):
     heads_per_value = 2
     usual_subln = 1.0
 
-    def make_lambda(self, depth):
+    def make_parameters(self, depth):
         """The four vectors of Eq. 2. depth counts layers from 0, where the paper counts from 1."""
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)
         # in a GPT draw_parameters overwrites these. They are for a layer that is used alone
@@ -331,7 +331,7 @@ class DiffV2(Diff):
     def usual_mlp_width(C, H):  # for C (C + h) more parameters here. An MLP has 3 C a channel
         return max(8, Softmax.usual_mlp_width(C, H) - round((C + H) / 3))
 
-    def make_lambda(self, depth):
+    def make_parameters(self, depth):
         C = self.config.n_embd
         self.q_proj = nn.Linear(C, 2 * C, bias=False)
         self.lambda_proj = nn.Linear(C, self.h, bias=False)
@@ -364,7 +364,7 @@ class Linear(Softmax):
 
 
 class LinearAverage(Linear):  # A - lambda U, as in SoftmaxAverage
-    make_lambda = SoftmaxAverage.make_lambda
+    make_parameters = SoftmaxAverage.make_parameters
     lam = SoftmaxAverage.lam
     subtract = SoftmaxAverage.subtract
 
@@ -374,7 +374,7 @@ class DiffLinear(Linear):
 
     heads_per_value = 2
     usual_subln = 1.0
-    make_lambda = Diff.make_lambda
+    make_parameters = Diff.make_parameters
     lam = Diff.lam
 
     def fold(self, q, k, x):

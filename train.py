@@ -214,8 +214,8 @@ def refuse_another(there, here):
             sys.exit(f"{here['out']} is another run: {difference}. Take another --out or --restart")
 
 
-def first_line(config, data, val):
-    """The first line of the log, which says what the run is. Refuses another run's folder."""
+def open_run(config, data, val):
+    """Opens the run's folder, but not another run's. Returns the first line of its log."""
     ends = np.concatenate([data[:1000], data[-1000:], val[:1000], val[-1000:]])
     if ends.max() >= config.vocab_size or min(len(data), len(val)) <= config.block_size:
         raise ValueError(f"--data={config.data} is too short, or not of a tokenizer that we know")
@@ -314,7 +314,7 @@ def main(argv=None):
         configs = parse(argv, world)
         data, val, tokenizer = load_data(configs[0].data)
         configs = [replace(c, vocab_size=get_tokenizer(tokenizer).n_vocab) for c in configs]
-        heads = [first_line(config, data, val) for config in configs]
+        heads = [open_run(config, data, val) for config in configs]
     except (ValueError, OSError, ImportError) as e:
         sys.exit(f"train.py: {e}")
     if world > 1:

@@ -67,7 +67,7 @@ class DiffLinearDecay(LinearDecay):
 
     heads_per_value = 2
     usual_subln = 1.0
-    make_lambda = Diff.make_lambda
+    make_parameters = Diff.make_parameters
     lam = Diff.lam
     subtract = Diff.subtract
 
@@ -84,20 +84,20 @@ class SoftmaxFactor(Softmax):
 
     usual_subln = 1.0
 
-    def make_lambda(self, depth):
+    def make_parameters(self, depth):
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)
 
 
 class DiffConstant(Diff):
     """diff whose lambda_init is 0.8 in each layer, as in Table 6 of the paper."""
 
-    def make_lambda(self, depth):
-        super().make_lambda(depth)
+    def make_parameters(self, depth):
+        super().make_parameters(depth)
         self.lambda_init = 0.8
 
 
 class DiffLargeEmbedding(Diff):
-    """diff in a model whose embedding starts four times as large: beside it the norm is less loud."""
+    """diff in a model whose embedding starts four times as large. Beside it the norm is small."""
 
 
 def draw_parameters(model, seed, draw=GPT.draw_parameters):
@@ -147,7 +147,7 @@ class Gate(Softmax):
     def usual_mlp_width(C, H):  # for C H more parameters here. An MLP has 3 C a channel
         return max(8, Softmax.usual_mlp_width(C, H) - round(H / 3))
 
-    def make_lambda(self, depth):
+    def make_parameters(self, depth):
         self.gate_proj = nn.Linear(self.config.n_embd, self.h, bias=False)
 
     def subtract(self, y, v, x, state):
