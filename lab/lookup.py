@@ -162,9 +162,6 @@ class Reader(GPT):
         return round(lam(x).mean().item(), 4)
 
 
-# ---- training and testing
-
-
 def train(run, steps=STEPS):
     """A trained Reader. Every step has new texts, the same for all arms."""
     torch.set_num_threads(1)  # a model this small has nothing to share
@@ -263,9 +260,6 @@ def draw(folder, shown, runs=()):
     ax.legend(loc="center right", frameon=False)
     figure.savefig(folder / "lookup.png")
     print(f"-> {folder / 'lookup-weights.png'}, {folder / 'lookup.png'}")
-
-
-# ---- the page
 
 
 def shares(runs, read, test, kind=0, **settings):

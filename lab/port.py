@@ -9,7 +9,8 @@ where myport.py makes the layer in its smallest form, (B, T, C) to (B, T, C), an
     layer = MultiheadDiffAttn(embed_dim=64, depth=3, num_heads=4)
     n_head = 8                                                   # maps: two for each head
     depth = 3                                                    # counted from 0
-    names = {"q": "W_q.weight", "kv": "memory.weight"}           # only if the guess is wrong
+    names = {"q": "W_q.weight", "kv": "memory.weight"}           # only if the guess is wrong:
+                                    # q, k, v, qkv or in your order, o, norm, lambda_q1, lambda
 
 Or behind the file: python -m lab.port attention.py "layer = ..." n_head=8 depth=3. version = 2 is
 DIFF V2, causal = False an encoder. layer may be a function layer(x, w) of weights with Microsoft's
@@ -196,7 +197,8 @@ def explain(port, version, causal, given, x, order, until):
     where = f"where q and k are split, turned, compared or subtracted, by {min(sharps):.2g}"
     if min(flats) > TOLERANCE:
         where = f"already where W_q = 0 makes all maps flat, by {min(flats):.2g}"
-    return None, f"Nothing on the list explains it. They part {where} of the largest output."
+    return None, ("Nothing on the list explains it. Does n_head count the maps? They part "
+                  f"{where} of the largest output.")
 
 
 def measured(names, port, version, w, p, again):
@@ -267,17 +269,21 @@ def diagnose(layer, n_head=8, depth=0, version=1, causal=True, names=None):
             until = start + SECONDS * (1 + i / len(tries)) / 2
             # raised where the weights do not have the sizes of such a layer
             with suppress(RuntimeError, ValueError, IndexError, ZeroDivisionError):
-                causes, note = explain(port, version, causal, given, x, order, until)
+                causes, reason = explain(port, version, causal, given, x, order, until)
+                if note is apology or "already" in note:  # what is nearest so far
+                    note = reason
             if causes is not None:
                 break
     if note is apology and not found:
         raise ValueError(f"these weights can't be compared: are n_head and names right? {roles}")
     found |= causes or {}
     explained = causes is not None
-    if dead and Verdict(found, explained, sees_future, []).kind in ("BROKEN", "DIFFERS"):
-        found["dead weights"] = ", ".join(dead)  # in a right layer they do no harm
+    wrong = Verdict(found, explained, sees_future, []).kind in ("BROKEN", "DIFFERS")
+    if dead and (wrong or any("lambda" in port.roles[name] for name in dead)):
+        found["dead weights"] = ", ".join(dead)  # others, in a right layer, do no harm
     port.layer.train(training)
-    return Verdict(found, explained, sees_future, [f"weights: {roles}", note])
+    settings = f"n_head = {n_head}, depth = {depth}, version = {version}, causal = {causal}"
+    return Verdict(found, explained, sees_future, [f"read with {settings}: {roles}", note])
 
 
 def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):

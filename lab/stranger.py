@@ -33,7 +33,7 @@ def role_of(name, weight):
         return "bias"
     if weight.numel() == max(weight.shape):
         return "qk_norm" if re.search("[qk]_?(norm|ln)", name) else "norm"
-    found = [re.fullmatch("(qkv|qk|kv|q|k|v)p?|que.*|keys?|val.*", word) for word in words]
+    found = [re.fullmatch("([qkv]+)p?|que.*|keys?|val.*", word) for word in words]
     return "".join(match[1] or match[0][0] for match in found if match) or "o"
 
 
@@ -51,13 +51,16 @@ class Stranger:
         self.weights = dict(layer.named_parameters())
         self.roles = {name: role_of(name, weight) for name, weight in self.weights.items()}
         self.roles |= {name: role for role, name in names.items()}
+        if self.roles.keys() != self.weights.keys():
+            raise ValueError(f"names: the weights of this layer are {', '.join(self.weights)}")
         self.heads = n_head * version // 2
         self.depth = depth
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)
-        fused = [role for role in self.roles.values() if role in FUSED]
         self.orders = [""]
-        if fused:  # the projections one after the other, or all of a head after all of another
-            self.orders = [order * n for n in (1, self.heads) for order in FUSED[fused[0]]]
+        for role in self.roles.values():
+            if re.fullmatch("[qkv]{2,}", role):  # one after the other, or head after head
+                orders = FUSED.get(role, [role])
+                self.orders = [order * n for n in (1, self.heads) for order in orders]
 
     def draw(self, order="", seed=1, flat=False):
         """Draws weights, and returns {role: [part, ...]} of them, in float64.
@@ -81,7 +84,7 @@ class Stranger:
             elif role in ("bias", "qk_norm"):
                 new = torch.zeros(shape)
             new = new + (role in ("norm", "qk_norm"))
-            letters = order if role in FUSED else [role]
+            letters = order if re.fullmatch("[qkv]{2,}", role) else [role]
             for letter, part in zip(letters, torch.atleast_1d(new).chunk(len(letters) or 1)):
                 part *= {"q": 0.0 if flat else 1.5, "v": 30.0}.get(letter, 1.0)
                 if part.ndim == 3:  # a matrix for each head, (h, C, d) or (h, d, C)
@@ -180,9 +183,10 @@ class Stranger:
         return found
 
     def dead(self, given, x):
-        """The names of the matrices of which some rows have no gradient."""
+        """The names of the lambdas, and of matrices of which some rows, that have no gradient."""
         y = self.run(given, x)
-        matrices = {n: weight for n, weight in self.drawn.items() if weight.ndim > 1}
+        matrices = {name: weight for name, weight in self.drawn.items()
+                    if weight.ndim > 1 or "lambda" in self.roles[name]}
         if not y.requires_grad:
             return []
         grads = torch.autograd.grad((y * x).sum(), list(matrices.values()), allow_unused=True)

@@ -23,8 +23,6 @@ from pathlib import Path
 import train
 from lab import arms, losses, stats  # noqa: F401  (arms: train.py has to know them)
 
-# ---- the rows, and what is compared
-
 FLAGS = "--preset=toy --eval_every=250"  # of all rows
 ROWS = {
     "softmax": "--attn=softmax",
@@ -91,8 +89,6 @@ COMPARISONS = [
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 CHOOSE_ON = range(1, 3)  # the seeds on which a row's rate is chosen
 RESULTS = Path(__file__).parent / "results"
-
-# ---- the runs
 
 
 def reported_seeds(row):

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ def made_with(*mistakes, version=1):
         code = code.replace(right, wrong)
     space = vars(port).copy()
     exec(code, space)
-    stranger = SimpleNamespace(heads=8 if version == 2 else 4, lambda_init=INIT)
+    stranger = port.SimpleNamespace(heads=8 if version == 2 else 4, lambda_init=INIT)
 
     def layer(x, weights):
         parts = defaultdict(list)
@@ -112,12 +111,13 @@ class Layer(torch.nn.Module):
         s = (q @ k.mT / math.sqrt(8)).masked_fill(torch.ones(T, T).triu(1) == 1, -math.inf)
         A = s.softmax(-1)
         q1, k1, q2, k2 = [getattr(self, name) for name in LAMBDAS]
+        q1 = q1.detach() if self.wrong == "dead weights" else q1
         A = A[:, 0::2] - ((q1 @ k1).exp() - (q2 @ k2).exp() + INIT) * A[:, 1::2]
         A = A.abs() if self.wrong == "unknown" else A
         y = self.norm(A @ v) * (1 - INIT)
-        y = y + y.mean(0) if self.wrong == "samples" else y
+        y = y + y.mean(0) if self.wrong == "mixes samples" else y
         y = y / 0 * 0 if self.wrong == "NaN" else y
-        y = 2 * y if self.wrong == "training" and not self.training else y
+        y = 2 * y if self.wrong == "switch" and not self.training else y
         return self.out(y.transpose(1, 2).flatten(2)), A
 
 
@@ -140,9 +140,9 @@ def test_what_is_not_on_the_list_has_no_cause():
 
 
 def test_level_0_and_encoders():
-    for wrong, name in {"samples": "mixes samples", "NaN": "NaN", "training": "switch"}.items():
+    for wrong in ("mixes samples", "NaN", "switch", "dead weights"):
         verdict = port.diagnose(Layer(wrong=wrong), n_head=8, depth=3)
-        assert verdict.kind == "BROKEN" and name in verdict.broken
+        assert verdict.kind == "BROKEN" and wrong in verdict.broken
     assert port.diagnose(made_with("no mask"), 8, 3, causal=False).kind == "SAME"
 
 
