@@ -270,7 +270,7 @@ def diagnose(layer, n_head=8, depth=0, version=1, causal=True, names=None):
             # raised where the weights do not have the sizes of such a layer
             with suppress(RuntimeError, ValueError, IndexError, ZeroDivisionError):
                 causes, reason = explain(port, version, causal, given, x, order, until)
-                if note is apology or "already" in note:  # what is nearest so far
+                if causes is not None or note is apology or "already" in note:  # the nearest
                     note = reason
             if causes is not None:
                 break
