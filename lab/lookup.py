@@ -56,9 +56,6 @@ class Run:
     values: int = 128  # different values
 
 
-# ---- the texts
-
-
 class Texts(NamedTuple):
     """B texts of N pairs, as they were drawn: first the crowd, last those that are asked for."""
 

@@ -18,8 +18,8 @@ names, w["q_proj.weight"]. In Python: print(diagnose(layer, n_head=8, depth=3, v
 
 It says BROKEN (sees the future, gives NaN, ...), DIFFERS (computes something else), CHOICE (the
 paper's layer but for what one may choose) or SAME (in any order of its weights; biases are 0, and
-the norm's eps and a lambda per head do no harm). The exit code is 0 for SAME and CHOICE only.
-lab/results/mistakes.md is the list of mistakes that it knows.
+the norm's eps and a lambda per head do no harm). The mistakes are those of
+lab/results/mistakes.md. The exit code is 0 for SAME and CHOICE only.
 """
 import copy
 import inspect

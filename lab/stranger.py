@@ -77,8 +77,9 @@ class Stranger:
                 shape = shape[-1:]  # one lambda for all heads
             elif role == "lambda" and weight.ndim < 2:
                 shape = ()
-            torch.manual_seed(seed + sum(map(ord, role if "lambda" in role else name)))
-            new = torch.randn(shape) / math.sqrt(max(shape, default=1))
+            number = seed + sum(map(ord, role if "lambda" in role else name))
+            new = torch.randn(shape, generator=torch.Generator().manual_seed(number))
+            new = new / math.sqrt(max(shape, default=1))
             if "lambda" in role and len(shape) < 2:  # so that 0 < lambda < 1
                 new = (new.abs() / 2).clamp(max=0.9).expand(weight.shape)
             elif role in ("bias", "qk_norm"):
