@@ -275,7 +275,7 @@ def gains(group, name):
 
 def text_table(runs):
     rows = []
-    for heads in HEADS:
+    for heads in dict.fromkeys(run["heads"] for run in runs if "heads" in run):
         for text in TEXTS:
             group = read_by(runs, heads, text)
             n = {name: sum(run[name] for run in group) for name in ("pairs", "c_above_r", "decide")}

@@ -27,8 +27,8 @@ from model import make_rope
 CEILING = (
     "Very little: in the look-up heads of a real model, SmolLM2-135M, an oracle that deletes a "
     "wrong word wherever its places together outvote the right one gains 0.0009 and 0.0003 nats a "
-    "token, over deleting words that stand once, on two texts. The paper's gain is 0.025. That is "
-    "one model, trained without a minus; <code>lab/results/real.md</code> has more."
+    "token, over deleting words that stand once, on two texts; in Gemma 3 270M it is 0.0013 and "
+    "0.0003. The paper's gain is 0.025. <code>lab/results/real.md</code> has more."
 )
 
 CROWDS = range(RIGHT + 1)
