@@ -17,8 +17,8 @@ DIFF V2, causal = False an encoder. layer may be a function layer(x, w) of weigh
 names, w["q_proj.weight"]. In Python: print(diagnose(layer, n_head=8, depth=3, version=1)).
 
 It says BROKEN (sees the future, gives NaN, ...), DIFFERS (computes something else), CHOICE (the
-paper's layer but for what one may choose) or SAME (in any order of its weights; biases are 0, and
-the norm's eps and a lambda per head do no harm). The mistakes are those of
+paper's layer but for what one may choose) or SAME (its weights may have other usual orders; biases
+are 0, and the norm's eps and a lambda per head do no harm). The mistakes are those of
 lab/results/mistakes.md. The exit code is 0 for SAME and CHOICE only.
 """
 import copy

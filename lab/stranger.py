@@ -186,12 +186,13 @@ class Stranger:
     def dead(self, given, x):
         """The names of the lambdas, and of matrices of which some rows, that have no gradient."""
         y = self.run(given, x)
-        matrices = {name: weight for name, weight in self.drawn.items()
-                    if weight.ndim > 1 or "lambda" in self.roles[name]}
+        names = [name for name, weight in self.drawn.items()
+                 if weight.ndim > 1 or "lambda" in self.roles[name]]
         if not y.requires_grad:
             return []
-        grads = torch.autograd.grad((y * x).sum(), list(matrices.values()), allow_unused=True)
-        return [n for n, grad in zip(matrices, grads) if grad is None or not grad.any(-1).all()]
+        weights = [self.drawn[name] for name in names]
+        grads = torch.autograd.grad((y * x).sum(), weights, allow_unused=True)
+        return [n for n, grad in zip(names, grads) if grad is None or not grad.any(-1).all()]
 
 
 def apart(a, b):
