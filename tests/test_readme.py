@@ -43,6 +43,6 @@ def test_its_rows_of_numbers_are_right():
     A_1 = F.softmax(torch.tensor([1.0, 2.0, 1.0, 1.0, 1.0]), dim=-1)
     A_2 = F.softmax(torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0]), dim=-1)
     said = " ".join(README.replace("|", " ").split())
-    rows = {"A₁": A_1, "A₂": A_2, "A₁ − 0.6 A₂": A_1 - 0.6 * A_2, "A₁ − 0.7 U": A_1 - 0.7 / 5}
+    rows = {"A₁": A_1, "A₂": A_2, "A₁ − 0.6 A₂": A_1 - 0.6 * A_2, "A₁ − 0.6 U": A_1 - 0.6 / 5}
     for name, row in rows.items():  # the right token's weight, and the others' together
         assert f"{name} {row[1]:.3f} {row.sum() - row[1]:.3f}" in said
