@@ -38,7 +38,6 @@ def read_run(log):
         raise ValueError(f"not finished: step {last.get('step', 0)} of {run['steps']}")
     run["curve"] = {r["step"]: r["val_loss"] for r in records if "val_loss" in r}
     run["val_loss"] = last.get("val_loss", math.inf)
-    run["lambda"] = last.get("lambda")
     return run
 
 

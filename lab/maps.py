@@ -21,7 +21,7 @@ LONGEST = 64  # tokens. In a map of more the labels can't be read
 
 @torch.no_grad()
 def attention_maps(model, idx):
-    """[(map, lambda)] of the layers for the tokens idx (1, T). A map is (h, T, T).
+    """[(map, lambda)] of the layers for the tokens idx (B, T). A map is (h, T, T), of idx[0].
 
     lambda is the mean over heads and tokens where it varies, and None where a layer has none.
     """

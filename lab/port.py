@@ -7,7 +7,7 @@ where myport.py makes the layer in its smallest form, (B, T, C) to (B, T, C), an
 
     from attention import MultiheadDiffAttn                      # your code
     layer = MultiheadDiffAttn(embed_dim=64, depth=3, num_heads=4)
-    n_head = 8                                                   # maps: two for each head
+    n_head = 8                         # maps: two for each head. In version 2 it counts heads
     depth = 3                                                    # counted from 0
     names = {"q": "W_q.weight", "kv": "memory.weight"}           # only if the guess is wrong:
                                     # q, k, v, qkv or in your order, o, norm, lambda_q1, lambda
@@ -21,7 +21,6 @@ paper's layer but for what one may choose) or SAME (its weights may have other u
 are 0, and the norm's eps and a lambda per head do no harm). The mistakes are those of
 lab/results/mistakes.md. The exit code is 0 for SAME and CHOICE only.
 """
-import copy
 import inspect
 import itertools
 import math
@@ -123,7 +122,7 @@ def variants(code, sharp, until):
 
 def fit(code, x, w, p, y, steps):
     """(error, p): p with the lambda_init, scale and factor that fit y best, by Gauss-Newton."""
-    p = copy.copy(p)
+    p = SimpleNamespace(**vars(p))
     space = dict(globals())
     exec(code, space)
 
@@ -300,8 +299,10 @@ def apply_rotary_emb(q, cos, sin, *_, **__):
 def main(path, *lines):
     torch.set_num_threads(1)  # for tensors as small as these, more are slower
     stand_in = MagicMock(flash_attn_func=flash_attn_func, apply_rotary_emb=apply_rotary_emb)
+    stand_in.__spec__ = torch.__spec__  # transformers asks for one
     sys.modules["flash_attn"] = stand_in  # it needs a GPU
     sys.modules["triton"] = None  # so does a kernel: who imports triton is replaced
+    del sys.modules["model"]  # the port may have a model.py of its own
     sys.path.insert(0, str(Path(path).resolve().parent))
     names = None
     while names is None:

@@ -10,7 +10,6 @@ import re
 from collections import Counter, defaultdict
 
 import torch
-import torch.nn as nn
 
 from model import ATTENTION, GPTConfig
 
@@ -41,14 +40,14 @@ class Stranger:
     """A layer, what each of its weights is, and new weights for it, drawn."""
 
     def __init__(self, layer, n_head, depth, version, names):
-        if not isinstance(layer, nn.Module):  # a function of weights with Microsoft's names
+        if not isinstance(layer, torch.nn.Module):  # a function of weights with Microsoft's names
             function = layer
             arm = "diff_v2" if version == 2 else "diff"
             layer = ATTENTION[arm](GPTConfig(attn=arm, n_head=n_head, n_embd=8 * n_head), depth)
             layer.forward = lambda x: function(x, self.drawn)
         self.layer = layer
         self.problem = None  # the first one, if it does not run
-        self.weights = dict(layer.named_parameters())
+        self.weights = {n: w for n, w in layer.named_parameters() if w.requires_grad}
         self.roles = {name: role_of(name, weight) for name, weight in self.weights.items()}
         self.roles |= {name: role for role, name in names.items()}
         if self.roles.keys() != self.weights.keys():
@@ -126,6 +125,8 @@ class Stranger:
                 ways.append((again or some)[0])
             if ways:
                 return x, ways
+            if "CUDA" in str(self.problem):
+                break
         raise ValueError(f"the layer does not run: {self.problem!r}")
 
     def offers(self, T, C):
@@ -139,7 +140,7 @@ class Stranger:
         masks = [None, torch.zeros(T, T).masked_fill(later, -math.inf), ~later, later]
         masks += [mask.expand(2, self.heads, T, T) for mask in masks[1:]]
         for mask, table in itertools.product(masks, tables):
-            yield {"causal": True, "mask": mask, "^(k|v|kv|keys?|values?|context)$": Stranger,
+            yield {"mask": mask, "causal": True, "^(k|v|kv|keys?|values?|context)$": Stranger,
                    "layer|depth|idx": self.depth, "lam|λ": self.lambda_init, "cos": table[0],
                    "sin": table[1], "": table}
 
