@@ -137,8 +137,8 @@ class Stranger:
             angle = torch.arange(T)[:, None] * 1e4 ** (-torch.arange(0, d, 2) / d)
             twice = torch.cat((angle, angle), -1)
             tables += [(a.cos(), a.sin()) for a in (angle, twice, twice[None])]
-        masks = [None, torch.zeros(T, T).masked_fill(later, -math.inf), ~later, later]
-        masks += [mask.expand(2, self.heads, T, T) for mask in masks[1:]]
+        masks = [None, True, torch.zeros(T, T).masked_fill(later, -math.inf), ~later, later]
+        masks += [mask.expand(2, self.heads, T, T) for mask in masks[2:]]
         for mask, table in itertools.product(masks, tables):
             yield {"mask": mask, "causal": True, "^(k|v|kv|keys?|values?|context)$": Stranger,
                    "layer|depth|idx": self.depth, "lam|λ": self.lambda_init, "cos": table[0],
