@@ -108,8 +108,8 @@ class Layer(torch.nn.Module):
         k = k.unflatten(1, (-1, 1 + late)).repeat_interleave(repeat, 1).flatten(1, 2)
         v = v.unflatten(-1, (-1, 16)).transpose(1, 2).repeat_interleave(repeat, 1)
         s = q * self.table @ k.mT / math.sqrt(8)
-        later = torch.ones_like(s).triu(1) == 1
-        A = s.masked_fill(later & use_mask, -math.inf).softmax(-1)
+        later = torch.ones_like(s).triu(1 if use_mask else 99) == 1  # a tensor would not do here
+        A = s.masked_fill(later, -math.inf).softmax(-1)
         q1, k1, q2, k2 = [getattr(self, name) for name in LAMBDAS]
         q1 = q1.detach() if self.wrong == "dead weights" else q1
         A = A[:, 0::2] - ((q1 @ k1).exp() - (q2 @ k2).exp() + INIT) * A[:, 1::2]
