@@ -41,6 +41,7 @@ import torch.nn.functional as F
 from lab.stranger import LAMBDAS, TOLERANCE, Stranger
 
 SECONDS = 18  # of one core, until the search gives up
+NOT_COMPARED = "It is not compared: that needs sound outputs, and weights of such sizes."
 
 
 def straight(x, w, p):
@@ -95,7 +96,7 @@ def read_mistakes():
 MISTAKES = read_mistakes()
 KIND = {name: kind for name, kind, *_ in MISTAKES}
 COST = {"BROKEN": 0, "DIFFERS": 100, "CHOICE": 10, "SAME": 1}  # the cheapest are tried first
-SLOW = "softmax twice"  # lambda shows in flat maps and must be fitted there, so it is tried last
+SLOW = "softmax twice"  # lambda shows in flat maps and must be fitted there: it is tried later
 # where a change does nothing as long as the maps are flat, because W_q = 0
 SHARP = ("rotary(m)", "(n, maps, -1)).permute(0, 2, 3,", "k, v = k.repeat_interleave(p.r, 1),")
 
@@ -108,7 +109,7 @@ def variants(code, sharp, until):
             places[right].append((name, kind, right, wrong))
 
     def cost(some):
-        return sum(COST[kind] + 1000 * (name == SLOW) for name, kind, *_ in some if name)
+        return sum(COST[kind] + 100 * (name == SLOW) for name, kind, *_ in some if name)
 
     done = set()
     for some in sorted(itertools.product(*places.values()), key=cost):
@@ -169,30 +170,37 @@ def sizes(parts, port, version):
     return w, p
 
 
-def explain(port, version, causal, given, x, order, until):
+def explain(port, version, causal, ways, x):
     """({mistake: detail} that make our layer the port, or None, and a sentence)."""
-    draws = []
-    for seed, flat in ((1, True), (1, False), (2, False)):
-        w, p = sizes(port.draw(order, seed, flat), port, version)
-        draws.append((x.double(), w, p, port.run(given, x).detach().double()))
+    tries = []  # for each order of fused rows and each way to call it: three draws of its weights
+    for order, given in itertools.product(port.orders, ways):
+        draws = []
+        # raised where the weights do not have the sizes of such a layer
+        with suppress(RuntimeError, ValueError, IndexError, ZeroDivisionError):
+            for seed, flat in ((1, True), (1, False), (2, False)):
+                w, p = sizes(port.draw(order, seed, flat), port, version)
+                draws.append((x.double(), w, p, port.run(given, x).detach().double()))
+            tries.append(draws)
     code = "".join(map(inspect.getsource, (straight, split, merge, norm)))
     changes = (V2 if version == 2 else {}) | ({} if causal else ENCODER)
     for right, wrong in changes.items():
         code = code.replace(right, wrong)
     flats = [math.inf]  # the errors
     sharps = [math.inf]
+    until = time.process_time() + SECONDS
     for some, flat in variants(code, False, until):
-        flats.append(fit(flat, *draws[0], steps=6 if SLOW in some else 0)[0])
-        for more, sharp in variants(flat, True, until) if flats[-1] < TOLERANCE else ():
-            error, p = fit(sharp, *draws[1], steps=8)
-            if error < TOLERANCE:  # once more, with other weights
-                error, again = fit(sharp, *draws[2], steps=8)
-            sharps.append(error)
-            if error < TOLERANCE:
-                found = measured(some + more, port, version, draws[1][1], p, again)
-                return found, f"With these changes our layer equals yours to {error:.0e}."
-    if min(flats) == math.inf:
-        raise ValueError("no code on the list fits the sizes of these weights")
+        for draws in tries if len(some) < 3 else tries[:len(ways)]:  # more only in the first order
+            flats.append(fit(flat, *draws[0], steps=6 if SLOW in some else 0)[0])
+            for more, sharp in variants(flat, True, until) if flats[-1] < TOLERANCE else ():
+                error, p = fit(sharp, *draws[1], steps=8)
+                if error < TOLERANCE:  # once more, with other weights
+                    error, again = fit(sharp, *draws[2], steps=8)
+                sharps.append(error)
+                if error < TOLERANCE:
+                    found = measured(some + more, port, version, draws[1][1], p, again)
+                    return found, f"With these changes our layer equals yours to {error:.0e}."
+    if min(flats) == math.inf:  # no code fits the sizes
+        return None, NOT_COMPARED
     where = f"where q and k are split, turned, compared or subtracted, by {min(sharps):.2g}"
     if min(flats) > TOLERANCE:
         where = f"already where W_q = 0 makes all maps flat, by {min(flats):.2g}"
@@ -260,20 +268,10 @@ def diagnose(layer, n_head=8, depth=0, version=1, causal=True, names=None):
         found.pop(name, None)
     roles = ", ".join(f"{name} is {role}" for name, role in port.roles.items())
     causes = None
-    note = apology = "It is not compared: that needs sound outputs, and weights of such sizes."
+    note = NOT_COMPARED
     if not {"NaN", "random", "mixes samples"} & set(found):
-        start = time.process_time()
-        tries = list(itertools.product(ways, port.orders))
-        for i, (given, order) in enumerate(tries, start=1):  # half of the time is for the first
-            until = start + SECONDS * (1 + i / len(tries)) / 2
-            # raised where the weights do not have the sizes of such a layer
-            with suppress(RuntimeError, ValueError, IndexError, ZeroDivisionError):
-                causes, reason = explain(port, version, causal, given, x, order, until)
-                if causes is not None or note is apology or "already" in note:  # the nearest
-                    note = reason
-            if causes is not None:
-                break
-    if note is apology and not found:
+        causes, note = explain(port, version, causal, ways, x)
+    if note is NOT_COMPARED and not found:
         raise ValueError(f"these weights can't be compared: are n_head and names right? {roles}")
     found |= causes or {}
     explained = causes is not None
