@@ -308,12 +308,14 @@ def main(path, *lines):
             names = runpy.run_path(path)
         except ImportError as problem:
             *_, (frame, _) = traceback.walk_tb(problem.__traceback__)
-            is_triton = str(problem.name).startswith("triton")
-            name = frame.f_globals["__name__"] if is_triton else problem.name
-            if name in (None, "<run_path>") or sys.modules.get(name) is stand_in:
+            importer = frame.f_globals["__name__"]
+            is_kernel = str(problem.name).startswith("triton") and importer != "<run_path>"
+            name = importer if is_kernel else problem.name
+            if name is None or sys.modules.get(name) is stand_in:
                 raise
             print(f"{name} can't be imported here, a stand-in is in its place")
             sys.modules[name] = stand_in
+    sys.modules["triton"] = None  # torch has a use for the true one only
     for line in lines:
         exec(line, names)
     if "layer" not in names:
