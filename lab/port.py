@@ -185,8 +185,7 @@ def explain(port, version, causal, ways, x):
     changes = (V2 if version == 2 else {}) | ({} if causal else ENCODER)
     for right, wrong in changes.items():
         code = code.replace(right, wrong)
-    flats = [math.inf]  # the errors
-    sharps = [math.inf]
+    flats, sharps = [math.inf], [math.inf]  # the errors
     until = time.process_time() + SECONDS
     for some, flat in variants(code, False, until):
         for draws in tries if len(some) < 3 else tries[:len(ways)]:  # more only in the first order
@@ -267,8 +266,7 @@ def diagnose(layer, n_head=8, depth=0, version=1, causal=True, names=None):
     for name in () if causal else ("sees the future", "length"):
         found.pop(name, None)
     roles = ", ".join(f"{name} is {role}" for name, role in port.roles.items())
-    causes = None
-    note = NOT_COMPARED
+    causes, note = None, NOT_COMPARED
     if not {"NaN", "random", "mixes samples"} & set(found):
         causes, note = explain(port, version, causal, ways, x)
     if note is NOT_COMPARED and not found:

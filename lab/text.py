@@ -161,20 +161,22 @@ def how_sure(runs):
 
 
 def lambdas_of(runs):
-    """A sentence for each row whose reported runs say lambda: its mean in each layer."""
-    sentences = []
-    for row in ROWS:
-        lambdas = [run["lambda"] for run in runs if run["row"] == row
-                   and run["purpose"] != "rate" and run.get("lambda")]
-        if lambdas:
-            means = " ".join(f"{statistics.fmean(layer):.2f}" for layer in zip(*lambdas))
-            sentences.append(f" λ of {row} ends at {means} (n = {len(lambdas)}).")
-    return "".join(sentences)
+    """A line for each row that has lambda: at the end of its runs, in each layer."""
+    table = []
+    for row in [*ROWS, "diff_v2, addresses"]:
+        found = [run["lambda"] for run in runs if run["row"] == row
+                 and run["purpose"] != "rate" and run.get("lambda")]
+        if found:
+            means = " ".join(f"{statistics.fmean(layer):.2f}" for layer in zip(*found))
+            lowest = f"{min(map(min, found)):.2f}"
+            table.append({"row": row, "λ": means, "the lowest": lowest, "n": len(found)})
+    return table
 
 
 def report(runs):
     """The part of the page that is made of the runs."""
-    return f"{stats.markdown(table_of(runs))}\n\n{how_sure(runs)}{lambdas_of(runs)}"
+    return (f"{stats.markdown(table_of(runs))}\n\n{how_sure(runs)}\n\n"
+            f"{stats.markdown(lambdas_of(runs))}")
 
 
 def draw(runs, path):
