@@ -24,7 +24,6 @@ lab/results/mistakes.md. The exit code is 0 for SAME and CHOICE only.
 import inspect
 import itertools
 import math
-import re
 import runpy
 import sys
 import time
@@ -188,7 +187,7 @@ def explain(port, version, causal, ways, x):
     flats, sharps = [math.inf], [math.inf]  # the errors
     until = time.process_time() + SECONDS
     for some, flat in variants(code, False, until):
-        for draws in tries if len(some) < 3 else tries[:len(ways)]:  # more only in the first order
+        for draws in tries if len(some) < 3 else tries[:len(ways)]:  # more only in the first ones
             flats.append(fit(flat, *draws[0], steps=6 if SLOW in some else 0)[0])
             for more, sharp in variants(flat, True, until) if flats[-1] < TOLERANCE else ():
                 error, p = fit(sharp, *draws[1], steps=8)
@@ -298,7 +297,7 @@ def main(path, *lines):
     stand_in.__spec__ = torch.__spec__  # transformers asks for one
     sys.modules["flash_attn"] = stand_in  # it needs a GPU
     sys.modules["triton"] = None  # so does a kernel: who imports triton is replaced
-    del sys.modules["model"]  # the port may have a model.py of its own
+    sys.modules.pop("model", None)  # the port may have a model.py of its own
     sys.path.insert(0, str(Path(path).resolve().parent))
     names = None
     while names is None:

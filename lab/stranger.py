@@ -47,7 +47,8 @@ class Stranger:
             layer.forward = lambda x: function(x, self.drawn)
         self.layer = layer
         self.problem = None  # the first one, if it does not run
-        self.weights = {n: w for n, w in layer.named_parameters() if w.requires_grad}
+        every = dict(layer.named_parameters())
+        self.weights = {n: w for n, w in every.items() if w.requires_grad} or every
         self.roles = {name: role_of(name, weight) for name, weight in self.weights.items()}
         self.roles |= {name: role for role, name in names.items()}
         if self.roles.keys() != self.weights.keys():

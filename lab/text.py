@@ -2,7 +2,7 @@
 Does the difference of two maps gain on text? And what does it owe to its parts?
 
     python -m lab.text            # trains what is missing below out/text, many hours
-    python -m lab.text publish    # the table and the figure of lab/results/text.json
+    python -m lab.text publish    # the tables and the figure of lab/results/text.json
 
 The question. The paper's form differs from softmax in four things at once: a second map with a
 minus, half as many heads, an output norm, and a factor behind the norm. Each comparison below

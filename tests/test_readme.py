@@ -1,7 +1,6 @@
 """The README is current: its code, its commands, its links and its numbers."""
 import importlib
 import re
-from pathlib import Path
 
 import pytest
 import torch
