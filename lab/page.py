@@ -23,14 +23,6 @@ from lab.lookup import QUERIES, RIGHT, STEPS, Reader, Texts, shown_models, shown
 from lab.stats import parser
 from model import make_rope
 
-# what "What votes can buy" found on real text, in two sentences
-CEILING = (
-    "Very little: in the look-up heads of a real model, SmolLM2-135M, an oracle that deletes a "
-    "wrong word wherever its places together outvote the right one gains 0.0009 and 0.0003 nats a "
-    "token, over deleting words that stand once, on two texts; in Gemma 3 270M it is 0.0013 and "
-    "0.0003. The paper's gain is 0.025. <code>lab/results/real.md</code> has more."
-)
-
 CROWDS = range(RIGHT + 1)
 LAMBDAS = [step / 10 for step in range(11)]  # and what a model has learned
 CAPS = {"2": 2.0, "none": None}
@@ -149,7 +141,6 @@ def fill(data):
     """The page with these numbers."""
     page = TEMPLATE.read_text(encoding="utf-8")
     for name, text in {
-        "ceiling": CEILING,
         "look-ups": f"{data['look_ups']:,}",
         "steps": f"{data['steps']:,}",
         "data": json.dumps(data, separators=(",", ":")),
