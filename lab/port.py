@@ -184,10 +184,12 @@ def explain(port, version, causal, ways, x):
     changes = (V2 if version == 2 else {}) | ({} if causal else ENCODER)
     for right, wrong in changes.items():
         code = code.replace(right, wrong)
-    flats, sharps = [math.inf], [math.inf]  # the errors
+    flats = [math.inf]  # the errors
+    sharps = [math.inf]
     until = time.process_time() + SECONDS
     for some, flat in variants(code, False, until):
-        for draws in tries if len(some) < 3 else tries[:len(ways)]:  # more only in the first ones
+        likely = tries if len(some) < 3 else tries[:len(ways)]  # many mistakes: in the first order
+        for draws in likely:
             flats.append(fit(flat, *draws[0], steps=6 if SLOW in some else 0)[0])
             for more, sharp in variants(flat, True, until) if flats[-1] < TOLERANCE else ():
                 error, p = fit(sharp, *draws[1], steps=8)
@@ -265,7 +267,8 @@ def diagnose(layer, n_head=8, depth=0, version=1, causal=True, names=None):
     for name in () if causal else ("sees the future", "length"):
         found.pop(name, None)
     roles = ", ".join(f"{name} is {role}" for name, role in port.roles.items())
-    causes, note = None, NOT_COMPARED
+    causes = None
+    note = NOT_COMPARED
     if not {"NaN", "random", "mixes samples"} & set(found):
         causes, note = explain(port, version, causal, ways, x)
     if note is NOT_COMPARED and not found:
@@ -312,7 +315,7 @@ def main(path, *lines):
                 raise
             print(f"{name} can't be imported here, a stand-in is in its place")
             sys.modules[name] = stand_in
-    sys.modules["triton"] = None  # torch has a use for the true one only
+    sys.modules["triton"] = None  # again: torch must not find the stand-in
     for line in lines:
         exec(line, names)
     if "layer" not in names:
