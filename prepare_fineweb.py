@@ -8,6 +8,7 @@ $ python prepare_fineweb.py --source=books --out=data/books --val_tokens=1e5
 A .jsonl has a document in each line, like {"text": "..."}, a .parquet has a column text, a .txt is
 one document, and a .bin has tokens in llm.c's format. What was stopped begins anew.
 """
+import glob
 import math
 import os
 from dataclasses import dataclass
@@ -43,10 +44,10 @@ class Config:
             raise ValueError(f"--source={self.source} is not there")
 
 
-def tokenize(rows):
-    """Yields the tokens of each document, from <|endoftext|> on."""
+def tokenize(name, *args, **options):
+    """Yields the tokens of each document of a data set, from <|endoftext|> on."""
     enc = get_tokenizer("gpt2")
-    rows = iter(rows)
+    rows = iter(load_dataset(name, *args, **options, split="train", streaming=True))
     while batch := [row["text"] for row in islice(rows, 1024)]:
         for tokens in enc.encode_ordinary_batch(batch, num_threads=os.cpu_count()):
             yield np.array([enc.eot_token, *tokens], "<u2")
@@ -61,31 +62,32 @@ def read_shard(path):
     yield from np.array_split(tokens, 100)
 
 
-def read_hub(ready):
-    """Yields the tokens of FineWeb-Edu."""
-    if not ready:
-        name = "HuggingFaceFW/fineweb-edu"
-        yield from tokenize(load_dataset(name, "sample-10BT", split="train", streaming=True))
-        return
+def read_ready():
+    """Yields the tokens of FineWeb-Edu, which somebody else has made."""
     names = [name for name in list_repo_files(READY, repo_type="dataset") if name.endswith(".bin")]
     for name in sorted(names, key=lambda name: name[-10:]):  # by number
         yield from read_shard(hf_hub_download(READY, name, repo_type="dataset"))
 
 
-def read_own(source):
-    """Yields the tokens of a file, or of all files below a folder, by name (shards by number)."""
+def find_files(source):
+    """Yields (path, its tokens) of a file, or of all below a folder, by name (shards by number)."""
     paths = Path(source).rglob("*") if os.path.isdir(source) else [Path(source)]
     for path in sorted(paths, key=lambda p: p.name[-10:] if p.suffix == ".bin" else str(p)):
-        kind = KINDS.get(path.suffix)
-        options = dict(sample_by="document") if kind == "text" else {}
+        options = dict(sample_by="document") if path.suffix == ".txt" else {}
+        if path.suffix == ".bin":
+            yield path, read_shard(path)
+        elif path.suffix in KINDS:
+            yield path, tokenize(KINDS[path.suffix], data_files=glob.escape(str(path)), **options)
+
+
+def read(config):
+    """Yields the tokens of all documents."""
+    hub = read_ready() if config.ready else tokenize("HuggingFaceFW/fineweb-edu", "sample-10BT")
+    for name, documents in find_files(config.source) if config.source else [("FineWeb-Edu", hub)]:
         try:
-            if path.suffix == ".bin":
-                yield from read_shard(path)
-            elif kind is not None:
-                options |= dict(data_files=str(path), split="train", streaming=True)
-                yield from tokenize(load_dataset(kind, **options))
-        except Exception as e:  # a file can be wrong in many ways
-            raise SystemExit(f"{path} can't be read: {type(e).__name__}: {e}")
+            yield from documents
+        except Exception as e:  # a file can be wrong in many ways, and the network away
+            raise SystemExit(f"{name} can't be read: {type(e).__name__}: {e}")
 
 
 def main(argv=None):
@@ -96,7 +98,7 @@ def main(argv=None):
     bar = tqdm(total=total, unit=" tokens", unit_scale=True)
     written = 0
     with open(temporary / "val.bin", "wb") as val, open(temporary / "train.bin", "wb") as train:
-        for tokens in read_own(config.source) if config.source else read_hub(config.ready):
+        for tokens in read(config):
             split = val if written < config.val_tokens else train
             split.write(tokens.tobytes())
             written += len(tokens)
@@ -105,7 +107,8 @@ def main(argv=None):
                 break
         bar.close()
         if train.tell() == 0:
-            raise SystemExit(f"all {written:,} tokens are val, none train: lower --val_tokens")
+            found = f"{written:,} tokens in .jsonl, .parquet, .txt and .bin"
+            raise SystemExit(f"there are {found}, and val takes all: lower --val_tokens")
     os.rename(temporary, config.out)
     print(f"{config.out} has {written:,} tokens: python train.py --data={config.out}")
 
