@@ -43,7 +43,7 @@ def find_checkpoint(path):
 def print_sample(tokens, enc, ends):
     """Prints each token as soon as it is there. ends: the tokens at which a text is over."""
     # a token may end within a character. This decoder keeps the first half back
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
     for token in tokens:
         if token.item() in ends:
             break  # the next tokens would be another document's

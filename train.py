@@ -5,9 +5,9 @@ $ python train.py --attn=diff                   # on a laptop, without data: som
 $ python train.py --attn=softmax,diff,linear    # one after the other, on the same tokens
 $ torchrun --standalone --nproc_per_node=8 train.py --preset=gpt2 --attn=diff
 
-Stop it with Ctrl-C or kill -9: the same command goes on from the last checkpoint,
-and on a CPU, with as many threads, it ends in the same bits. The tokens of a step follow from the
-data, the seed and the number of the step: there is no data loader with a state.
+Stop it with Ctrl-C or kill -9: the same command goes on from the last checkpoint, and on a CPU,
+with as many threads, it ends in the same bits. The tokens of a step follow from the data, the seed
+and the number of the step: there is no data loader with a state.
 """
 import argparse
 import json
@@ -47,7 +47,7 @@ class Config(GPTConfig):
     lr: float = 1.5e-3  # peak learning rate
     warmup: int = 375  # steps in which the rate rises first
     weight_decay: float = 0.1  # AdamW's weight decay, on matrices only
-    grad_clip: float = 1.0  # largest gradient norm
+    grad_clip: float = 1.0  # largest gradient norm, 0 for no limit
     seed: int = 1337  # of weights and data order
     eval_every: int = 250  # steps between evaluations; each saves a checkpoint
     eval_tokens: int = 10_485_760  # val tokens of an evaluation
@@ -113,10 +113,8 @@ def batch(data, config, step, micro_step, rank=0, world=1):
     n = (len(data) - 1) // config.block_size
     first = step * (config.total_batch // config.block_size)
     first += (micro_step * world + rank) * config.batch_size
-    numbers = []
-    for i in range(first, first + config.batch_size):
-        order = permutation(n, config.seed, epoch=i // n)
-        numbers.append(order[i % n])
+    places = range(first, first + config.batch_size)
+    numbers = [permutation(n, config.seed, epoch=i // n)[i % n] for i in places]
     return load_sequences(data, numbers, config.block_size).to(config.device, non_blocking=True)
 
 
@@ -146,8 +144,8 @@ def autocast(config):
 def training_step(model, optimizer, data, config, step, rank=0, world=1):
     """Makes update `step`, the first of which is 0.
 
-    Returns two tensors: the loss before the update, as the mean over this process's sequences, and
-    the norm of the gradient before clipping.
+    Returns two tensors, as numbers would have to wait for the GPU: the loss before the update, the
+    mean over this process's sequences, and the norm of the gradient before clipping.
     """
     for param_group in optimizer.param_groups:
         param_group["lr"] = learning_rate(step, config)
@@ -164,10 +162,9 @@ def training_step(model, optimizer, data, config, step, rank=0, world=1):
             loss = model(tokens[:, :-1], tokens[:, 1:])[1]
         (loss / micro_steps).backward()
         loss_sum += loss.detach()
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    # both are still tensors. To make numbers of them we would have to wait for the GPU
     return loss_sum / micro_steps, grad_norm
 
 
@@ -200,7 +197,7 @@ def look_at(model, enc, config):
     with autocast(config):
         tokens = [token.item() for token in model.eval().generate(idx, 40, temperature=0)]
     model.train()
-    text += enc.decode(tokens, errors="replace")
+    text += enc.decode(tokens, errors="backslashreplace")  # a pipe may be no UTF-8
     return {"lambda": [round(x.item(), 4) for x in lambdas if x.ndim == 0], "sample": text}
 
 
