@@ -7,7 +7,7 @@ import inspect
 import itertools
 import math
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 import torch
 
@@ -111,21 +111,17 @@ class Stranger:
         wanted = [a.name for a in arguments if re.search("mask|causal", a.name)
                   or a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD]
         lengths = [n for m in self.layer.modules() for n in vars(m).values() if type(n) is int]
-        widths = Counter(n for weight in self.weights.values() for n in weight.shape[-2:])
-        for T, C in itertools.product([12] + lengths, [n for n, _ in widths.most_common()]):
+        widths = [n for weight in self.weights.values() for n in weight.shape[-2:]]
+        for T, C in itertools.product([12] + lengths, sorted(set(widths), key=widths.count)[::-1]):
             x = torch.randn(2, T, C, generator=torch.Generator().manual_seed(0))
-            found = defaultdict(list)  # {output: what is given for it}
+            ways = {}  # {output: what is given for it}. The last, because a layer may keep a mask
             for offers in self.offers(T, C) if wanted else [{}]:
                 given = {name: next(offers[words] for words in offers
                                     if re.search(words, name.lower())) for name in wanted}
-                found[str(self.run(given, x))].append(given)
-            found.pop("None", None)  # what does not run
-            ways = []
-            for output, some in found.items():  # one for each. A layer may keep an old mask
-                again = [given for given in some if str(self.run(given, x)) == output]
-                ways.append((again or some)[0])
+                ways[str(self.run(given, x))] = given
+            ways.pop("None", None)  # what does not run
             if ways:
-                return x, ways
+                return x, list(ways.values())
             if "CUDA" in str(self.problem):
                 break
         raise ValueError(f"the layer does not run: {self.problem!r}")
