@@ -199,8 +199,8 @@ def explain(port, version, causal, ways, x):
                 if error < TOLERANCE:
                     found = measured(some + more, port, version, draws[1][1], p, again)
                     return found, f"With these changes our layer equals yours to {error:.0e}."
-    if min(flats) == math.inf:  # no code fits the sizes
-        return None, NOT_COMPARED
+        if min(flats) == math.inf:  # the paper's layer, which comes first, has other sizes
+            return None, NOT_COMPARED
     where = f"where q and k are split, turned, compared or subtracted, by {min(sharps):.2g}"
     if min(flats) > TOLERANCE:
         where = f"already where W_q = 0 makes all maps flat, by {min(flats):.2g}"
@@ -270,7 +270,10 @@ def diagnose(layer, n_head=8, depth=0, version=1, causal=True, names=None):
     causes = None
     note = NOT_COMPARED
     if not {"NaN", "random", "mixes samples"} & set(found):
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # for tensors as small as these, more are slower
         causes, note = explain(port, version, causal, ways, x)
+        torch.set_num_threads(threads)
     if note is NOT_COMPARED and not found:
         raise ValueError(f"these weights can't be compared: are n_head and names right? {roles}")
     found |= causes or {}
@@ -295,7 +298,6 @@ def apply_rotary_emb(q, cos, sin, *_, **__):
 
 
 def main(path, *lines):
-    torch.set_num_threads(1)  # for tensors as small as these, more are slower
     stand_in = MagicMock(flash_attn_func=flash_attn_func, apply_rotary_emb=apply_rotary_emb)
     stand_in.__spec__ = torch.__spec__  # transformers asks for one
     sys.modules["flash_attn"] = stand_in  # it needs a GPU
