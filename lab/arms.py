@@ -1,17 +1,19 @@
 """
 Arms of one's own: the controls of the lab, with a line each in the table at the end.
 
-    python -m lab.arms --attn=linear_decay    # trains one, with the flags of train.py
+    python -m lab.arms --attn=linear_decay    # train.py with them. With --prompt: sample.py
 
 Decay is ALiBi for softmax (arXiv 2108.12409) and RetNet's retention for the linear arms
 (2307.08621). It has the plain T x T form, fast enough for the toy and too slow for long texts. It
 has no state to sample from, so each new token reads the whole text again.
 """
 import math
+import sys
 
 import torch
 import torch.nn as nn
 
+import sample
 import train
 from model import ATTENTION, GPT, Diff, DiffV2, Linear, Softmax, SoftmaxAverage
 from model import for_each_map, rotate, upcast
@@ -171,4 +173,5 @@ ATTENTION |= {
 }
 
 if __name__ == "__main__":
-    raise SystemExit(math.inf in train.main())  # 1 if a run diverged
+    is_prompted = "--prompt" in str(sys.argv)
+    sys.exit(sample.main() if is_prompted else math.inf in train.main())  # 1 if a run diverged
