@@ -97,7 +97,8 @@ KIND = {name: kind for name, kind, *_ in MISTAKES}
 COST = {"BROKEN": 0, "DIFFERS": 100, "CHOICE": 10, "SAME": 1}  # the cheapest are tried first
 SLOW = "softmax twice"  # lambda shows in flat maps and must be fitted there: it is tried later
 # where a change does nothing as long as the maps are flat, because W_q = 0
-SHARP = ("rotary(m)", "(n, maps, -1)).permute(0, 2, 3,", "k, v = k.repeat_interleave(p.r, 1),")
+SHARP = ("rotary(m)", "for m in (q, k)", "(n, maps, -1)).permute(0, 2, 3,",
+         "k, v = k.repeat_interleave(p.r, 1),")
 
 
 def variants(code, sharp, until):

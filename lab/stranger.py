@@ -26,11 +26,11 @@ def role_of(name, weight):
     pair = re.search("lam.*([qk])_?([12])", name)
     if pair:
         return f"lambda_{pair[1]}{pair[2]}"
-    if "lam" in name or weight.numel() == 1:
-        return "lambda"
     if "b" in words or "bias" in words:
         return "bias"
-    if weight.numel() == max(weight.shape):
+    if "lam" in name or weight.numel() == 1:
+        return "lambda"
+    if "norm" in words or weight.numel() == max(weight.shape):
         return "qk_norm" if re.search("[qk]_?(norm|ln)", name) else "norm"
     found = [re.fullmatch("([qkv]+)p?|que.*|keys?|val.*", word) for word in words]
     return "".join(match[1] or match[0][0] for match in found if match) or "o"
@@ -137,9 +137,9 @@ class Stranger:
         masks = [None, True, torch.zeros(T, T).masked_fill(later, -math.inf), ~later, later]
         masks += [mask.expand(2, self.heads, T, T) for mask in masks[2:]]
         for mask, table in itertools.product(masks, tables):
-            yield {"mask": mask, "causal": True, "^(k|v|kv|keys?|values?|context)$": Stranger,
+            yield {"mask": mask, "causal": True, "^x?(k|v|kv|keys?|values?|context)$": Stranger,
                    "layer|depth|idx": self.depth, "lam|λ": self.lambda_init, "cos": table[0],
-                   "sin": table[1], "": table}
+                   "sin": table[1], "cache|past": None, "start|infer": 0, "": table}
 
     def look(self, given, x):
         """{mistake: detail}, what is seen from outside."""
@@ -184,8 +184,7 @@ class Stranger:
     def dead(self, given, x):
         """The names of the lambdas, and of matrices of which some rows, that have no gradient."""
         y = self.run(given, x)
-        names = [name for name, weight in self.drawn.items()
-                 if weight.ndim > 1 or "lambda" in self.roles[name]]
+        names = [n for n, w in self.drawn.items() if w.ndim > 1 or "lambda" in self.roles[n]]
         if not y.requires_grad:
             return []
         weights = [self.drawn[name] for name in names]
