@@ -107,8 +107,8 @@ def main(argv=None):
                 break
         bar.close()
         if train.tell() == 0:
-            found = f"{written:,} tokens in .jsonl, .parquet, .txt and .bin"
-            raise SystemExit(f"there are {found}, and val takes all: lower --val_tokens")
+            advice = "lower --val_tokens" if written else "it has no .jsonl, .parquet, .txt or .bin"
+            raise SystemExit(f"all {written:,} tokens are val, none train: {advice}")
     os.rename(temporary, config.out)
     print(f"{config.out} has {written:,} tokens: python train.py --data={config.out}")
 

@@ -32,7 +32,7 @@ def corpora():
     Path("all/a/0.jsonl").write_bytes("\r\n".join(["", *lines]).encode())  # as on Windows
     table = pa.table({"id": range(len(TEXTS)), "text": TEXTS})
     pq.write_table(table, "all/b.parquet", row_group_size=100)
-    Path("all/c.txt").write_text("one\ndocument\n")
+    Path("all/c [1].txt").write_text("one\ndocument\n")  # this is no pattern
     write_shard("all/d.bin", range(250))
     Path("all/README.md").write_text("It belongs to a folder.")
     tokens = [token for text in TEXTS for token in [50256, *enc.encode_ordinary(text)]]
@@ -77,16 +77,27 @@ def test_what_was_stopped_cannot_be_trained_on_and_begins_anew(monkeypatch):
     ("--source=", "--source= is not there"),
     ("--source=nowhere.jsonl", "--source=nowhere.jsonl is not there"),
     ("--source=all", "tokens are val, none train: lower --val_tokens"),
+    ("--source=empty", "it has no .jsonl, .parquet, .txt or .bin"),
     ("--source=no_text.jsonl", "no_text.jsonl can't be read: KeyError: 'text'"),
     ("--source=cut.parquet", "cut.parquet can't be read"),
     ("--source=cut.bin --val_tokens=1", "cut.bin can't be read"),
 ])
 def test_what_cannot_be_prepared_is_one_sentence(flags, says, corpora, monkeypatch, capsys):
+    Path("empty").mkdir()
     Path("no_text.jsonl").write_text('{"words": "one"}')
     Path("cut.parquet").write_bytes(Path("all/b.parquet").read_bytes()[:-100])
     Path("cut.bin").write_bytes(Path("all/d.bin").read_bytes()[:-100])
     assert says in refusal(f"prepare_fineweb.py --out=o {flags}", monkeypatch, capsys)
     assert not Path("o").exists()
+
+
+def test_without_a_network_it_says_so_in_one_sentence(monkeypatch):
+    def list_repo_files(*args, **kwargs):
+        raise ConnectionError("there is no network")
+
+    monkeypatch.setattr(prepare_fineweb, "list_repo_files", list_repo_files)
+    with pytest.raises(SystemExit, match="FineWeb-Edu can't be read: ConnectionError"):
+        prepare("--ready")
 
 
 def test_ready_shards_are_fetched_as_far_as_they_are_needed(monkeypatch):
