@@ -107,8 +107,8 @@ def main(argv=None):
                 break
         bar.close()
         if train.tell() == 0:
-            advice = "lower --val_tokens" if written else "it has no .jsonl, .parquet, .txt or .bin"
-            raise SystemExit(f"all {written:,} tokens are val, none train: {advice}")
+            hint = "lower --val_tokens" if written else "--source has no .jsonl, .parquet, .txt, .bin"
+            raise SystemExit(f"all {written:,} tokens are val, none train: {hint}")
     os.rename(temporary, config.out)
     print(f"{config.out} has {written:,} tokens: python train.py --data={config.out}")
 

@@ -197,7 +197,7 @@ def look_at(model, enc, config):
     with autocast(config):
         tokens = [token.item() for token in model.eval().generate(idx, 40, temperature=0)]
     model.train()
-    text += enc.decode(tokens, errors="backslashreplace")  # a pipe may be no UTF-8
+    text += enc.decode(tokens, errors="backslashreplace")  # not every pipe can print U+FFFD
     return {"lambda": [round(x.item(), 4) for x in lambdas if x.ndim == 0], "sample": text}
 
 

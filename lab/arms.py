@@ -1,7 +1,7 @@
 """
 Arms of one's own: the controls of the lab, with a line each in the table at the end.
 
-    python -m lab.arms --attn=linear_decay    # train.py with them. With --prompt: sample.py
+    python -m lab.arms --attn=linear_decay    # trains one. With --prompt it samples
 
 Decay is ALiBi for softmax (arXiv 2108.12409) and RetNet's retention for the linear arms
 (2307.08621). It has the plain T x T form, fast enough for the toy and too slow for long texts. It

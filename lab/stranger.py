@@ -114,7 +114,7 @@ class Stranger:
         widths = [n for weight in self.weights.values() for n in weight.shape[-2:]]
         for T, C in itertools.product([12] + lengths, sorted(set(widths), key=widths.count)[::-1]):
             x = torch.randn(2, T, C, generator=torch.Generator().manual_seed(0))
-            ways = {}  # {output: what is given for it}. The last, because a layer may keep a mask
+            ways = {}  # {output: what is given for it, at last: a layer may keep an old mask}
             for offers in self.offers(T, C) if wanted else [{}]:
                 given = {name: next(offers[words] for words in offers
                                     if re.search(words, name.lower())) for name in wanted}
