@@ -107,7 +107,7 @@ def main(argv=None):
                 break
         bar.close()
         if train.tell() == 0:
-            hint = "lower --val_tokens" if written else "--source has no .jsonl, .parquet, .txt, .bin"
+            hint = "lower --val_tokens" if written else "there is no .jsonl, .parquet, .txt, .bin"
             raise SystemExit(f"all {written:,} tokens are val, none train: {hint}")
     os.rename(temporary, config.out)
     print(f"{config.out} has {written:,} tokens: python train.py --data={config.out}")

@@ -77,7 +77,7 @@ def test_what_was_stopped_cannot_be_trained_on_and_begins_anew(monkeypatch):
     ("--source=", "--source= is not there"),
     ("--source=nowhere.jsonl", "--source=nowhere.jsonl is not there"),
     ("--source=all", "tokens are val, none train: lower --val_tokens"),
-    ("--source=empty", "--source has no .jsonl, .parquet, .txt, .bin"),
+    ("--source=empty", "there is no .jsonl, .parquet, .txt, .bin"),
     ("--source=no_text.jsonl", "no_text.jsonl can't be read: KeyError: 'text'"),
     ("--source=cut.parquet", "cut.parquet can't be read"),
     ("--source=cut.bin --val_tokens=1", "cut.bin can't be read"),
