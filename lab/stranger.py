@@ -31,7 +31,7 @@ def role_of(name, weight):
     if "lam" in name or weight.numel() == 1:
         return "lambda"
     if "norm" in words or weight.numel() == max(weight.shape):
-        return "qk_norm" if re.search("[qk]_?(norm|ln)", name) else "norm"
+        return "qk_norm" if re.search("[qk]_?(norm|ln|scale)|temp", name) else "norm"
     found = [re.fullmatch("([qkv]+)p?|que.*|keys?|val.*", word) for word in words]
     return "".join(match[1] or match[0][0] for match in found if match) or "o"
 
@@ -70,6 +70,7 @@ class Stranger:
         """
         self.drawn = {}
         parts = defaultdict(list)
+        loud = {"q": 0.0 if flat else 1.5, "v": 30.0, "bias": 0.0, "qk_norm": 0.0}
         for name, weight in self.weights.items():
             role = self.roles[name]
             shape = weight.shape
@@ -81,13 +82,11 @@ class Stranger:
             new = torch.randn(shape, generator=torch.Generator().manual_seed(number))
             new = new / math.sqrt(max(shape, default=1))
             if "lambda" in role and len(shape) < 2:  # so that 0 < lambda < 1
-                new = (new.abs() / 2).clamp(max=0.9).expand(weight.shape)
-            elif role in ("bias", "qk_norm"):
-                new = torch.zeros(shape)
-            new = new + (role in ("norm", "qk_norm"))
+                new = (new.abs() / 2).clamp(max=0.9).expand(weight.shape).clone()
             letters = order if re.fullmatch("[qkv]{2,}", role) else [role]
             for letter, part in zip(letters, torch.atleast_1d(new).chunk(len(letters) or 1)):
-                part *= {"q": 0.0 if flat else 1.5, "v": 30.0}.get(letter, 1.0)
+                part *= loud.get(letter, 1.0)
+                part += letter in ("norm", "qk_norm")
                 if part.ndim == 3:  # a matrix for each head, (h, C, d) or (h, d, C)
                     part = part.flatten(0, 1).T if letter == "o" else part.mT.flatten(0, 1)
                 parts[letter].append(part.double())
@@ -135,11 +134,12 @@ class Stranger:
             twice = torch.cat((angle, angle), -1)
             tables += [(a.cos(), a.sin()) for a in (angle, twice, twice[None])]
         masks = [None, True, torch.zeros(T, T).masked_fill(later, -math.inf), ~later, later]
-        masks += [mask.expand(2, self.heads, T, T) for mask in masks[2:]]
-        for mask, table in itertools.product(masks, tables):
+        masks += [mask.expand(2, self.heads, T, T) for mask in masks[2:]] + [torch.ones(2, T)]
+        for mask, (cos, sin) in itertools.product(masks, tables):
             yield {"mask": mask, "causal": True, "^x?(k|v|kv|keys?|values?|context)$": Stranger,
-                   "layer|depth|idx": self.depth, "lam|λ": self.lambda_init, "cos": table[0],
-                   "sin": table[1], "cache|past": None, "start|infer": 0, "": table}
+                   "layer|depth|idx": self.depth, "lam|λ": self.lambda_init, "cache|past": None,
+                   "cos": cos, "sin": sin, "cis": None if cos is None else torch.complex(cos, sin),
+                   "start|infer": 0, "pos.*ids": torch.arange(T)[None], "": (cos, sin)}
 
     def look(self, given, x):
         """{mistake: detail}, what is seen from outside."""
