@@ -301,8 +301,8 @@ def apply_rotary_emb(q, cos, sin, *_, **__):
 def main(path, *lines):
     stand_in = MagicMock(flash_attn_func=flash_attn_func, apply_rotary_emb=apply_rotary_emb)
     stand_in.__spec__ = torch.__spec__  # transformers asks for one
-    sys.modules["flash_attn"] = stand_in  # it needs a GPU
-    sys.modules["triton"] = None  # so does a kernel: who imports triton is replaced
+    sys.modules.update(flash_attn=stand_in, triton=None)  # both need a GPU
+    torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self  # a CPU will do
     sys.modules.pop("model", None)  # the port may have a model.py of its own
     sys.path.insert(0, str(Path(path).resolve().parent))
     names = None
