@@ -104,16 +104,13 @@ SHARP = ("rotary(m)", "for m in (q, k)", "(n, maps, -1)).permute(0, 2, 3,",
 
 def variants(code, sharp, until):
     """(names, code) of the layer with mistakes: those that only sharp maps show, or the others."""
-    places = defaultdict(lambda: [("", "SAME", "", "")])
+    places = defaultdict(lambda: [("", 0, "", "")])
     for name, kind, right, wrong, _ in MISTAKES:
         if right and right in code and (right in SHARP) == sharp:
-            places[right].append((name, kind, right, wrong))
-
-    def cost(some):
-        return sum(COST[kind] + 100 * (name == SLOW) for name, kind, *_ in some if name)
-
+            places[right].append((name, COST[kind] + 100 * (name == SLOW), right, wrong))
     done = set()
-    for some in sorted(itertools.product(*places.values()), key=cost):
+    for some in sorted(itertools.product(*places.values()),
+                       key=lambda some: sum(cost for _, cost, _, _ in some)):
         changed = code
         for _, _, right, wrong in some:
             changed = changed.replace(right, wrong)
@@ -142,7 +139,7 @@ def fit(code, x, w, p, y, steps):
             slopes = torch.func.jacfwd(rest)(numbers).nan_to_num()
             change = torch.linalg.lstsq(slopes, rest(numbers)[:, None], driver="gelsd").solution
             numbers -= change[:, 0].clamp(-0.5, 0.5)
-        return (rest(numbers).abs().max() / y.abs().max()).item(), p
+        return (rest(numbers).abs().max() / y.abs().max().clamp(min=1e-30)).item(), p
     return math.inf, p
 
 

@@ -121,25 +121,26 @@ class Stranger:
             ways.pop("None", None)  # what does not run
             if ways:
                 return x, list(ways.values())
-            if "CUDA" in str(self.problem):
-                break
         raise ValueError(f"the layer does not run: {self.problem!r}")
 
     def offers(self, T, C):
         """What forward may want, by the words in an argument's name."""
         later = torch.ones(T, T, dtype=torch.bool).triu(1)
-        tables = [(None, None)]
+        tables = [(None, None, None), (None, None, Stranger)]  # cos, sin, both in another form
         for d in (C // self.heads, C // self.heads // 2):
             angle = torch.arange(T)[:, None] * 1e4 ** (-torch.arange(0, d, 2) / d)
+            cos, sin = angle.cos(), angle.sin()
+            matrices = torch.stack((cos, -sin, sin, cos), -1).unflatten(-1, (2, 2))
+            tables += [(cos, sin, form) for form in (torch.complex(cos, sin), matrices)]
             twice = torch.cat((angle, angle), -1)
-            tables += [(a.cos(), a.sin()) for a in (angle, twice, twice[None])]
+            tables += [(a.cos(), a.sin(), (a.cos(), a.sin())) for a in (angle, twice, twice[None])]
         masks = [None, True, torch.zeros(T, T).masked_fill(later, -math.inf), ~later, later]
         masks += [mask.expand(2, self.heads, T, T) for mask in masks[2:]] + [torch.ones(2, T)]
-        for mask, (cos, sin) in itertools.product(masks, tables):
+        for mask, (cos, sin, table) in itertools.product(masks, tables):
             yield {"mask": mask, "causal": True, "^x?(k|v|kv|keys?|values?|context)$": Stranger,
                    "layer|depth|idx": self.depth, "lam|λ": self.lambda_init, "cache|past": None,
-                   "cos": cos, "sin": sin, "cis": None if cos is None else torch.complex(cos, sin),
-                   "start|infer": 0, "pos.*ids": torch.arange(T)[None], "": (cos, sin)}
+                   "cos": cos, "sin": sin, "start|infer": 0, "pos.*ids": torch.arange(T)[None],
+                   "": table}
 
     def look(self, given, x):
         """{mistake: detail}, what is seen from outside."""
