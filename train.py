@@ -58,7 +58,7 @@ class Config(GPTConfig):
 
     def __post_init__(self):
         for name in "n_layer block_size batch_size steps lr eval_every log_every".split():
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
         if self.device != "cpu" and not ("cuda" in self.device and torch.cuda.is_available()):
             raise ValueError(f"PyTorch sees no {self.device} here")
@@ -162,7 +162,8 @@ def training_step(model, optimizer, data, config, step, rank=0, world=1):
             loss = model(tokens[:, :-1], tokens[:, 1:])[1]
         (loss / micro_steps).backward()
         loss_sum += loss.detach()
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+    limit = config.grad_clip if config.grad_clip > 0 else math.inf
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return loss_sum / micro_steps, grad_norm
@@ -220,7 +221,8 @@ def open_run(config, data, val):
     Path(config.out).mkdir(parents=True, exist_ok=True)
     log = Path(config.out) / "log.jsonl"
     if config.restart:
-        (log.parent / "ckpt.pt").unlink(missing_ok=True)
+        for path in (log.parent / "ckpt.pt", log):
+            path.unlink(missing_ok=True)
     elif log.exists() and "}\n" in log.read_text():  # a kill may have cut its first line
         refuse_another(json.loads(log.read_text().partition("\n")[0]), head)
     return head | dict(torch=str(torch.__version__), date=time.strftime("%Y-%m-%d"))
@@ -271,10 +273,9 @@ def train(config, head, data, val, tokenizer, rank=0, world=1):
                 dist.all_reduce(loss)
             record = dict(step=step, tokens=step * config.total_batch)
             record |= dict(train_loss=loss.item() / world, grad_norm=grad_norm.item())
-            record["lr"] = learning_rate(step - 1, config)
             speed = (step - logged) * config.total_batch / (time.perf_counter() - clock)
-            left = (config.steps - step) * config.total_batch / speed / 60
-            record |= dict(tok_per_s=round(speed), minutes_left=left)
+            record |= dict(lr=learning_rate(step - 1, config), tok_per_s=round(speed))
+            record["minutes_left"] = (config.steps - step) * config.total_batch / speed / 60
             if config.device.startswith("cuda") and "H100" in torch.cuda.get_device_name():
                 # forward and backward as PaLM counts them (2204.02311, B), as if it were softmax
                 flops = 6 * size + 12 * config.n_layer * config.n_embd * config.block_size
