@@ -24,7 +24,8 @@ from tqdm import tqdm
 from data import FINEWEB, get_tokenizer
 
 READY = "kjj0/finewebedu10B-gpt2"  # FineWeb-Edu as shards of llm.c, the first of them val
-KINDS = {".jsonl": "json", ".parquet": "parquet", ".txt": "text"}  # what datasets calls them
+KINDS = {".jsonl": dict(path="json", chunksize=2**28),  # in a chunk, lines may have other keys
+         ".parquet": dict(path="parquet"), ".txt": dict(path="text", sample_by="document")}
 
 
 @dataclass
@@ -44,10 +45,10 @@ class Config:
             raise ValueError(f"--source={self.source} is not there")
 
 
-def tokenize(name, *args, **options):
+def tokenize(*args, **options):
     """Yields the tokens of each document of a data set, from <|endoftext|> on."""
     enc = get_tokenizer("gpt2")
-    rows = iter(load_dataset(name, *args, **options, split="train", streaming=True))
+    rows = iter(load_dataset(*args, **options, split="train", streaming=True))
     while batch := [row["text"] for row in islice(rows, 1024)]:
         for tokens in enc.encode_ordinary_batch(batch, num_threads=os.cpu_count()):
             yield np.array([enc.eot_token, *tokens], "<u2")
@@ -73,11 +74,11 @@ def find_files(source):
     """Yields (path, its tokens) of a file, or of all below a folder, by name (shards by number)."""
     paths = Path(source).rglob("*") if os.path.isdir(source) else [Path(source)]
     for path in sorted(paths, key=lambda p: p.name[-10:] if p.suffix == ".bin" else str(p)):
-        options = dict(sample_by="document") if path.suffix == ".txt" else {}
-        if path.suffix == ".bin":
+        kind = path.suffix.lower()
+        if kind == ".bin":
             yield path, read_shard(path)
-        elif path.suffix in KINDS:
-            yield path, tokenize(KINDS[path.suffix], data_files=glob.escape(str(path)), **options)
+        elif kind in KINDS:
+            yield path, tokenize(data_files=glob.escape(str(path)), **KINDS[kind])
 
 
 def read(config):
@@ -107,8 +108,7 @@ def main(argv=None):
                 break
         bar.close()
         if train.tell() == 0:
-            hint = "lower --val_tokens" if written else "there is no .jsonl, .parquet, .txt, .bin"
-            raise SystemExit(f"all {written:,} tokens are val, none train: {hint}")
+            raise SystemExit(f"{config.source} has {written:,} tokens, all val: lower --val_tokens")
     os.rename(temporary, config.out)
     print(f"{config.out} has {written:,} tokens: python train.py --data={config.out}")
 

@@ -75,15 +75,13 @@ def test_what_was_stopped_cannot_be_trained_on_and_begins_anew(monkeypatch):
     ("--source=all --tokens=9 --val_tokens=9", "val_tokens must be above 0 and below tokens"),
     ("--source=all --out=all", "all is there already: delete it, or choose another --out"),
     ("--source=", "--source= is not there"),
-    ("--source=nowhere.jsonl", "--source=nowhere.jsonl is not there"),
-    ("--source=all", "tokens are val, none train: lower --val_tokens"),
-    ("--source=empty", "there is no .jsonl, .parquet, .txt, .bin"),
+    ("--source=all", "tokens, all val: lower --val_tokens"),
+    ("--source=all/README.md", "README.md has 0 tokens"),
     ("--source=no_text.jsonl", "no_text.jsonl can't be read: KeyError: 'text'"),
     ("--source=cut.parquet", "cut.parquet can't be read"),
     ("--source=cut.bin --val_tokens=1", "cut.bin can't be read"),
 ])
 def test_what_cannot_be_prepared_is_one_sentence(flags, says, corpora, monkeypatch, capsys):
-    Path("empty").mkdir()
     Path("no_text.jsonl").write_text('{"words": "one"}')
     Path("cut.parquet").write_bytes(Path("all/b.parquet").read_bytes()[:-100])
     Path("cut.bin").write_bytes(Path("all/d.bin").read_bytes()[:-100])
