@@ -82,8 +82,7 @@ def time_arms(make_call, configs, rounds):
     for _ in range(1 + rounds):  # the first one compiles
         times.append([timer.blocked_autorange(min_run_time=0.03).median for timer in timers])
     times = np.array(times[1:])
-    ratios = times / times[:, :1]
-    for config, time, ratio in zip(configs, times.T, ratios.T):
+    for config, time, ratio in zip(configs, times.T, (times / times[:, :1]).T):
         spread = f"{median(ratio):.2f} ({min(ratio):.2f} to {max(ratio):.2f})"
         print(f"{config.attn:16} {median(time) * 1e3:10.3f} ms, {spread}", flush=True)
 
