@@ -54,8 +54,7 @@ def test_a_corpus_becomes_the_tokens_of_tiktoken(source, corpora, monkeypatch):
         monkeypatch.setattr(prepare_fineweb, "load_dataset", lambda *args, **kwargs: rows)
     val, rest = prepare("--val_tokens=6", *[f"--source={source}"] * (source != "hub"))
     assert val + rest == corpora[source]
-    # val goes to the end of a document
-    assert len(val) < 30 and (rest[0] == 50256 or source == "all/d.bin")
+    assert len(val) < 30 and (rest[0] == 50256 or source == "all/d.bin")  # val ends with a text
     assert [x.tolist() for x in load_data("o")[:2]] == [rest, val]
 
 
