@@ -24,7 +24,7 @@ from tqdm import tqdm
 from data import FINEWEB, get_tokenizer
 
 READY = "kjj0/finewebedu10B-gpt2"  # FineWeb-Edu as shards of llm.c, the first of them val
-KINDS = {".jsonl": dict(path="json", chunksize=2**28),  # in a chunk, lines may have other keys
+KINDS = {".jsonl": dict(path="json", chunksize=2**28),  # its lines may differ in other keys
          ".parquet": dict(path="parquet"), ".txt": dict(path="text", sample_by="document")}
 
 
