@@ -3,31 +3,16 @@ What is wrong with my port of differential attention (arXiv 2410.05258)? This sa
 
     python -m lab.port myport.py
 
-where myport.py makes the layer in its smallest form, (B, T, C) to (B, T, C), and says its sizes:
-
-    from attention import MultiheadDiffAttn                      # your code
-    layer = MultiheadDiffAttn(embed_dim=64, depth=3, num_heads=4)
-    n_head = 8                         # maps: two for each head. In version 2 it counts heads
-    depth = 3                                                    # counted from 0
-    names = {"q": "W_q.weight", "kv": "memory.weight"}           # only if the guess is wrong:
-                                    # q, k, v, qkv or in your order, o, norm, lambda_q1, lambda
-
-Or behind the file: python -m lab.port attention.py "layer = ..." n_head=8 depth=3. version = 2 is
-DIFF V2, causal = False an encoder. layer may be a function layer(x, w) of weights with Microsoft's
-names, w["q_proj.weight"]. In Python: print(diagnose(layer, n_head=8, depth=3, version=1)).
-
-It says BROKEN (sees the future, gives NaN, ...), DIFFERS (computes something else), CHOICE (the
-paper's layer but for what one may choose) or SAME (its weights may have other usual orders; biases
-are 0, and the norm's eps and a lambda per head do no harm). The mistakes are those of
-lab/results/mistakes.md. The exit code is 0 for SAME and CHOICE only.
+lab/results/mistakes.md says what that file holds (so does --help). The paper's layer as code, the
+list of mistakes, and what a layer is given are read from there. In Python: print(diagnose(layer)).
 """
 import inspect
 import itertools
 import math
+import re
 import runpy
 import sys
 import time
-import traceback
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
@@ -37,189 +22,267 @@ from unittest.mock import MagicMock
 import torch
 import torch.nn.functional as F
 
-from lab.stranger import LAMBDAS, TOLERANCE, Stranger
+from model import ATTENTION, GPTConfig, rotate
 
-SECONDS = 18  # of one core, until the search gives up
-NOT_COMPARED = "It is not compared: that needs sound outputs, and weights of such sizes."
-
-
-def straight(x, w, p):
-    """The paper's layer, Eq. 1 to 3. x (B, T, C), h heads of two maps, kv = h / r of keys."""
-    q = split(x @ w.q.T, p.h, 2)  # (B, h, 2, T, d)
-    k = split(x @ w.k.T, p.kv, 2)  # (B, kv, 2, T, d)
-    v = split(x @ w.v.T, p.kv, 1)  # (B, kv, 1, T, 2d)
-    k, v = k.repeat_interleave(p.r, 1), v.repeat_interleave(p.r, 1)
-    q, k = [rotary(m) for m in (q, k)]
-    s = q @ k.mT / p.scale  # scale = sqrt(d)
-    A = (s + torch.full_like(s, -math.inf).triu(1)).softmax(-1)  # (B, h, 2, T, T)
-    lam = w.exp_part + p.init  # Eq. 2: exp(q1 . k1) - exp(q2 . k2) + lambda_init
-    y = (A @ v)[:, :, 0] - lam * (A @ v)[:, :, 1]  # Eq. 1, (B, h, T, 2d)
-    y = merge(norm(y, -1) * w.norm) @ w.o.T  # the norm is over one token and one head. (B, T, C)
-    return y * p.factor  # Eq. 3: 1 - lambda_init
-
-
-V2 = {"p.kv, 2)": "p.kv, 1)",  # one key for both maps, lambda by token and head, no norm
-      "w.exp_part + p.init": "torch.sigmoid(x @ w.gate.T).mT[..., None]",
-      "norm(y, -1) * w.norm": "y"}
-GROUPED = "k.repeat_interleave(p.r, 1), v.repeat_interleave(p.r, 1)"
-ENCODER = {"(s + torch.full_like(s, -math.inf).triu(1))": "s"}  # it has no mask
-
-
-def split(y, n, maps):
-    return y.unflatten(-1, (n, maps, -1)).permute(0, 2, 3, 1, 4)
-
-
-def merge(y):
-    return y.transpose(1, 2).flatten(2)
-
-
-def norm(y, dim):
-    return y * torch.rsqrt(y.square().mean(dim, keepdim=True) + 1e-5)
-
-
-def rotary(m, base=1e4):
-    d = m.shape[-1]
-    angle = torch.arange(m.shape[-2])[:, None] * base ** (-torch.arange(0, d, 2).double() / d)
-    a, b = m[..., 0::2], m[..., 1::2]
-    a, b = a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()
-    return torch.stack((a, b), -1).flatten(-2)
-
-
-def read_mistakes():
-    """[(name, kind, the paper's code, the port's, sentence), ...] of the page: one list for all."""
-    page = Path(__file__).parent / "results" / "mistakes.md"
-    lines = page.read_text(encoding="utf-8").splitlines()
-    rows = [line.strip("|").split("|") for line in lines if line.startswith("| ")]
-    return [[cell[1:-1].strip("`") for cell in row] for row in rows[1:]]
-
-
-MISTAKES = read_mistakes()
-KIND = {name: kind for name, kind, *_ in MISTAKES}
+PAGE = (Path(__file__).parent / "results" / "mistakes.md").read_text(encoding="utf-8")
+PAPER, GIVEN = re.findall("```python(.*?)```", PAGE, re.DOTALL)  # the code on it
+# [(name, kind, the paper's code, the port's, sentence), ...], and the first one of each name
+MISTAKES = [[cell[1:-1].strip("`") for cell in line.strip("|").split("|")]
+            for line in PAGE.splitlines() if line.startswith("| ")]
+MISTAKE = {row[0]: row for row in reversed(MISTAKES)}
+SHARP = PAGE.split("maps are not flat")[1]  # the part of the list that shows only there
 COST = {"BROKEN": 0, "DIFFERS": 100, "CHOICE": 10, "SAME": 1}  # the cheapest are tried first
-SLOW = "softmax twice"  # lambda shows in flat maps and must be fitted there: it is tried later
-# where a change does nothing as long as the maps are flat, because W_q = 0
-SHARP = ("rotary(m)", "for m in (q, k)", "(n, maps, -1)).permute(0, 2, 3,",
-         "k, v = k.repeat_interleave(p.r, 1),")
+TOLERANCE = 1e-5  # of the largest output. float32 makes 2e-6
+NOT_COMPARED = "It is not compared: that needs sound outputs, and weights of such sizes."
+# what they are when drawn, one for all heads, so that 0 < lambda < 1
+LAMBDAS = {"lambda_q1": 0.3, "lambda_k1": 0.25, "lambda_q2": 0.2, "lambda_k2": 0.1, "lambda": 0.4}
+exec(GIVEN)  # defines orders and offers
 
 
-def variants(code, sharp, until):
-    """(names, code) of the layer with mistakes: those that only sharp maps show, or the others."""
-    places = defaultdict(lambda: [("", 0, "", "")])
-    for name, kind, right, wrong, _ in MISTAKES:
-        if right and right in code and (right in SHARP) == sharp:
-            places[right].append((name, COST[kind] + 100 * (name == SLOW), right, wrong))
-    done = set()
-    for some in sorted(itertools.product(*places.values()),
-                       key=lambda some: sum(cost for _, cost, _, _ in some)):
+def role_of(name, weight):
+    """A weight's role: q, k, v, fused, o, lambda, lambda_q1, ..., gate, norm, qk_norm or bias."""
+    name = name.lower().replace("λ", "lam").replace("c_attn", "qkv").replace("in_proj", "qkv")
+    words = [word.strip("w") for word in re.findall("[a-z]+", name)]
+    if pair := re.search("l(am.*)?([qk])_?([12])", name):
+        return f"lambda_{pair[2]}{pair[3]}"
+    if "b" in words or "bias" in words:
+        return "bias"
+    if "lam" in name or weight.numel() == 1:
+        return "lambda" if weight.numel() == max(weight.shape, default=1) else "gate"
+    if "norm" in words or weight.numel() == max(weight.shape):
+        return "qk_norm" if re.search("[qk]_?(norm|ln|scale)|temp", name) else "norm"
+    found = [re.fullmatch("([qkv]+)p?|que.*|keys?|val.*", word) for word in words]
+    return "".join(match[1] or match[0][0] for match in found if match) or "o"
+
+
+class Port:
+    """Somebody's layer: its weights, how it is called, and what is seen of it from outside."""
+
+    def __init__(self, layer, n_head, depth, version, causal, names):
+        if not isinstance(layer, torch.nn.Module):  # a function of weights with Microsoft's names
+            function = layer
+            arm = "diff_v2" if version == 2 else "diff"
+            layer = ATTENTION[arm](GPTConfig(attn=arm, n_head=n_head, n_embd=8 * n_head), depth)
+            layer.forward = lambda x: function(x, self.drawn)
+        self.layer = layer.eval()
+        self.version = version
+        self.causal = causal
+        self.depth = depth
+        self.heads = n_head * version // 2
+        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth) if version == 1 else 0.0
+        self.weights = {n: w for n, w in layer.named_parameters() if w.requires_grad}
+        self.roles = {name: role_of(name, weight) for name, weight in self.weights.items()}
+        self.roles |= {name: role for role, name in names.items()}
+        self.fused = next((r for r in self.roles.values() if re.fullmatch("[qkv]{2,}", r)), "")
+
+    def draw(self, order="", seed=1, flat=False):
+        """Draws weights, and returns {role: [part, ...]} of them, in float64.
+
+        order: of the rows of fused weights. flat: W_q = 0, so that all maps are flat. The values
+        are loud, so that the eps of a norm does not show.
+        """
+        random = torch.Generator().manual_seed(seed)
+        loud = {"q": 0.0 if flat else 1.5, "v": 30.0, "bias": 0.0, "qk_norm": 0.0}
+        self.drawn = {}
+        parts = defaultdict(list)
+        for name, weight in self.weights.items():
+            role = self.roles[name]
+            size = math.sqrt(max(weight.shape, default=1))
+            new = torch.randn(weight.shape, generator=random) / size
+            if role in LAMBDAS:
+                new.fill_(LAMBDAS[role] / seed / size)
+            letters = order if role == self.fused else [role]
+            for letter, part in zip(letters, torch.atleast_1d(new).chunk(len(letters) or 1)):
+                part *= loud.get(letter, 1.0)
+                part += letter in ("norm", "qk_norm")
+                if part.ndim == 3:  # a matrix for each head, (h, C, d) or (h, d, C)
+                    part = part.flatten(0, 1).T if letter == "o" else part.mT.flatten(0, 1)
+                parts[letter].append(part.double())
+            self.drawn[name] = new.requires_grad_()
+        return parts
+
+    def run(self, given, x):
+        """The output, of several the first, or None where such a call fails."""
+        given = {name: x if value == "x" else value for name, value in given.items()}
+        try:
+            y = torch.func.functional_call(self.layer, self.drawn, (x,), given)
+            y = y[0] if isinstance(y, (tuple, list)) else y
+            assert y.shape == x.shape, f"it gives {tuple(y.shape)} for {tuple(x.shape)}"
+            return y
+        except Exception as problem:  # it wants something else. The first problem says most
+            self.problem = getattr(self, "problem", problem)
+
+    def ways(self):
+        """A text x (2, T, C), and what is given besides in those calls that run on it."""
+        self.draw()
+        arguments = list(inspect.signature(self.layer.forward).parameters.values())[1:]
+        wanted = [a.name for a in arguments if re.search("mask|causal", a.name)
+                  or a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD]
+        lengths = [n for m in self.layer.modules() for n in vars(m).values() if type(n) is int]
+        widths = [n for weight in self.weights.values() for n in weight.shape[-2:]]
+        for T, C in itertools.product([12] + lengths, sorted(set(widths), key=widths.count)[::-1]):
+            x = torch.randn(2, T, C, generator=torch.Generator().manual_seed(0))
+            ways = {}  # {output: what is given for it, at last: a layer may keep an old mask}
+            for offer in offers(T, C, self.heads, self.depth, self.lambda_init):
+                given = {name: next(offer[words] for words in offer if re.search(words, name))
+                         for name in wanted}
+                ways[str(self.run(given, x))] = given
+            ways.pop("None", None)  # what does not run
+            if ways:
+                return x, list(ways.values())
+        raise ValueError(f"the layer does not run: {self.problem!r}")
+
+    def look(self, given, x):
+        """{mistake: detail}, what is seen from outside."""
+        y = self.run(given, x)
+        T = x.shape[1]
+        if not y.isfinite().all():
+            return {"NaN": ""}
+        if apart(self.run(given, x), y).max() > TOLERANCE:
+            return {"random": ""}
+        moved = torch.zeros(T, 2, T)  # token j of sample b, by a change of token i in sample 0
+        for i in range(T):
+            other = x.clone()
+            other[0, i] = x[1, i]
+            moved[i] = apart(self.run(given, other), y)
+        past, future = moved[:, 0].triu(1), moved[:, 0].tril(-1)
+        prefix = self.run(given, x[:, :T // 2])
+        seen = {}
+        if self.causal and future.max() > TOLERANCE:
+            i, j = divmod(future.argmax().item(), T)
+            seen["sees the future"] = f"Token {i} moves token {j} by {future.max():.1%}."
+        elif self.causal and prefix is not None and apart(prefix, y[:, :T // 2]).max() > TOLERANCE:
+            seen["length"] = ""
+        if past.max() < TOLERANCE:
+            seen["no past"] = ""
+        if moved[:, 1].max() > TOLERANCE:
+            seen["mixes samples"] = f"By {moved[:, 1].max():.1%}."
+        weights = {n: w for n, w in self.drawn.items() if w.ndim > 1 or "lambda" in self.roles[n]}
+        grads = torch.autograd.grad((y * x).sum(), list(weights.values()), materialize_grads=True)
+        dead = [name for name, grad in zip(weights, grads) if not grad.any(-1).all()]  # a row
+        if dead:
+            seen["dead weights"] = ", ".join(dead)
+        return seen | self.switch(given, x, y)
+
+    def switch(self, given, x, y):
+        """{"switch": its name}, if one of the layer's switches changes the output y."""
+        for module, name in [(m, name) for m in self.layer.modules() for name in vars(m)]:
+            value = getattr(module, name)
+            if type(value) is bool and re.search("flash|fused|sdpa|train", name):
+                setattr(module, name, not value)
+                other, again = self.run(given, x), self.run(given, x)
+                setattr(module, name, value)
+                is_sound = other is not None and torch.equal(other, again)  # no dropout
+                if is_sound and apart(other, y).max() > TOLERANCE:
+                    return {"switch": name}
+        return {}
+
+
+def apart(a, b):
+    """How far the tokens of a and b are apart, (B, T), in parts of the largest number."""
+    return ((a - b).abs().amax(-1) / b.abs().max()).detach()
+
+
+def variants(code, sharp):
+    """(rows, code) of the layer with mistakes: those that only sharp maps show, or the others."""
+    places = defaultdict(lambda: [("", "BROKEN", "", "", "")])
+    for row in MISTAKES:
+        if row[1] in COST and row[2] and row[2] in code and (row[2] in SHARP) == sharp:
+            places[row[2]].append(row)
+    for rows in sorted(itertools.product(*places.values()),
+                       key=lambda rows: sum(COST[row[1]] for row in rows)):
         changed = code
-        for _, _, right, wrong in some:
+        for _, _, right, wrong, _ in rows:
             changed = changed.replace(right, wrong)
-        if changed not in done and time.process_time() < until:
-            done.add(changed)
-            yield [name for name, *_ in some if name], changed
+        yield [row for row in rows if row[0]], changed
 
 
-def fit(code, x, w, p, y, steps):
-    """(error, p): p with the lambda_init, scale and factor that fit y best, by Gauss-Newton."""
-    p = SimpleNamespace(**vars(p))
+def ours(parts, port, sizes):
+    """The weights, sizes and numbers of our layer, made of parts of theirs."""
+    w = SimpleNamespace(h=port.heads, lambda_init=port.lambda_init)
+    w.q, w.k, w.v = [torch.cat(parts[letter]) for letter in "qkv"]
+    for role in LAMBDAS:
+        setattr(w, role, (parts[role] or [torch.zeros(1)])[0])
+    sizes(w)
+    w.gate = torch.cat(parts["gate"] or [w.q])
+    gains = [part.flatten() for part in parts["norm"] if part.numel() in (w.d_v, w.h * w.d_v)]
+    if len(gains) != w.h:  # no norm for each head, but one, perhaps in two factors, or none
+        gains = [math.prod(gains) if gains else torch.arange(w.d_v) + 1.0]
+    w.norm = torch.cat(gains).reshape(-1, 1, w.d_v).expand(w.h, 1, w.d_v)
+    w.o = torch.cat(parts["o"], 1) if parts["o"] else torch.eye(w.h * w.d_v).double()
+    return w
+
+
+def fit(code, port, parts, x, y, steps):
+    """(error, w): our layer with the lambda_init, scale and factor that fit y best."""
     space = dict(globals())
     exec(code, space)
 
     def rest(numbers):
-        p.init = numbers[0]
-        p.scale = numbers[1].exp()
-        p.factor = 1.0
-        ours = space["straight"](x, w, p)
-        p.factor = (ours * y).sum() / ours.square().sum()
-        return (y - p.factor * ours).flatten().nan_to_num(math.inf)
+        w.lambda_init = numbers[0]
+        w.scale = numbers[1].exp()
+        w.factor = 1.0
+        output = space["straight"](x.double(), w)
+        w.factor = (output * y).sum() / output.square().sum()
+        return (y - w.factor * output).flatten().nan_to_num(math.inf)
 
-    numbers = torch.tensor([p.init, math.log(p.scale)]).double()
-    with suppress(RuntimeError, IndexError):  # raised where this code does not fit these sizes
-        for _ in range(steps):
-            slopes = torch.func.jacfwd(rest)(numbers).nan_to_num()
-            change = torch.linalg.lstsq(slopes, rest(numbers)[:, None], driver="gelsd").solution
-            numbers -= change[:, 0].clamp(-0.5, 0.5)
-        return (rest(numbers).abs().max() / y.abs().max().clamp(min=1e-30)).item(), p
-    return math.inf, p
-
-
-def sizes(parts, port, version):
-    """(w, p): the weights of our layer, made of parts of theirs, and its sizes and numbers."""
-    w = SimpleNamespace(exp_part=torch.zeros(1))
-    for letter in "qkv":
-        vars(w)[letter] = torch.cat(parts[letter])
-    p = SimpleNamespace(h=port.heads, init=port.lambda_init, factor=1.0)
-    p.d = len(w.q) // p.h // 2
-    p.kv = max(1, len(w.k) * version // p.d // 2)
-    p.r = p.h // p.kv
-    p.scale = math.sqrt(p.d)
-    p.d_v = len(w.v) // p.kv
-    if all(parts[role] for role in LAMBDAS):
-        q1, k1, q2, k2 = [parts[role][0] for role in LAMBDAS]
-        w.exp_part = ((q1 * k1).sum(-1).exp() - (q2 * k2).sum(-1).exp()).reshape(-1, 1, 1)
-    w.gate = torch.cat([part for part in parts["lambda"] if part.ndim == 2] or [w.q])
-    gains = [part.flatten() for part in parts["norm"] if part.numel() in (p.d_v, p.h * p.d_v)]
-    if len(gains) != p.h:  # no norm for each head, but one, perhaps in two factors, or none
-        gains = [math.prod(gains, start=torch.ones(()))] if gains else [torch.arange(p.d_v) + 1.0]
-    w.norm = torch.cat(gains).reshape(-1, 1, p.d_v).expand(p.h, 1, p.d_v)
-    w.o = torch.cat(parts["o"], 1) if parts["o"] else torch.eye(p.h * p.d_v).double()
-    return w, p
+    # raised where the weights do not have the sizes of such a layer
+    with suppress(RuntimeError, ValueError, IndexError, ZeroDivisionError):
+        w = ours(parts, port, space["sizes"])
+        numbers = torch.tensor([w.lambda_init, math.log(w.scale)]).double()
+        for _ in range(steps):  # of Gauss-Newton
+            now = rest(numbers)
+            slopes = [(rest(numbers + h) - now) * 1e6 for h in torch.eye(2).double() / 1e6]
+            inverse = torch.linalg.pinv(torch.stack(slopes, 1).nan_to_num(), rtol=1e-6)
+            numbers -= (inverse @ now).clamp(-0.5, 0.5)
+        return (rest(numbers).abs().max() / y.abs().max().clamp(min=1e-30)).item(), w
+    return math.inf, None
 
 
-def explain(port, version, causal, ways, x):
+def explain(port, ways, x):
     """({mistake: detail} that make our layer the port, or None, and a sentence)."""
     tries = []  # for each order of fused rows and each way to call it: three draws of its weights
-    for order, given in itertools.product(port.orders, ways):
-        draws = []
-        # raised where the weights do not have the sizes of such a layer
-        with suppress(RuntimeError, ValueError, IndexError, ZeroDivisionError):
-            for seed, flat in ((1, True), (1, False), (2, False)):
-                w, p = sizes(port.draw(order, seed, flat), port, version)
-                draws.append((x.double(), w, p, port.run(given, x).detach().double()))
-            tries.append(draws)
-    code = "".join(map(inspect.getsource, (straight, split, merge, norm)))
-    changes = (V2 if version == 2 else {}) | ({} if causal else ENCODER)
-    if version == 1 and all(p.r == 1 for draws in tries for _, _, p, _ in draws):
-        changes[GROUPED] = "k, v"  # nothing is repeated
-    for right, wrong in changes.items():
-        code = code.replace(right, wrong)
-    flats = [math.inf]  # the errors
-    sharps = [math.inf]
-    until = time.process_time() + SECONDS
-    for some, flat in variants(code, False, until):
-        likely = tries if len(some) < 3 else tries[:len(ways)]  # many mistakes: in the first order
-        for draws in likely:
-            flats.append(fit(flat, *draws[0], steps=6 if SLOW in some else 0)[0])
-            for more, sharp in variants(flat, True, until) if flats[-1] < TOLERANCE else ():
-                error, p = fit(sharp, *draws[1], steps=8)
+    for order, given in itertools.product(orders(port.fused, port.heads), ways):
+        tries.append([(port, port.draw(order, seed, flat), x, port.run(given, x).detach())
+                      for seed, flat in ((1, True), (1, False), (2, False))])
+    code = PAPER
+    for _, kind, right, wrong, _ in MISTAKES:
+        if kind in (f"V{port.version}", "causal" if port.causal else "encoder"):
+            code = code.replace(right, wrong)
+    flats, sharps = [math.inf], [math.inf]  # the errors
+    until = time.process_time() + 18  # seconds of one core
+    for some, flat in variants(code, sharp=False):
+        for draws in tries:
+            if time.process_time() > until:
+                break
+            flats.append(fit(flat, *draws[0], steps=6 if "softmax twice" in str(some) else 0)[0])
+            for more, sharp in variants(flat, sharp=True) if flats[-1] < TOLERANCE else ():
+                error, w = fit(sharp, *draws[1], steps=8)
                 if error < TOLERANCE:  # once more, with other weights
                     error, again = fit(sharp, *draws[2], steps=8)
                 sharps.append(error)
                 if error < TOLERANCE:
-                    found = measured(some + more, port, version, draws[1][1], p, again)
-                    return found, f"With these changes our layer equals yours to {error:.0e}."
+                    return (measured(some + more, port, w, again),
+                            f"With these changes our layer equals yours to {error:.0e}.")
         if min(flats) == math.inf:  # the paper's layer, which comes first, has other sizes
             return None, NOT_COMPARED
     where = f"where q and k are split, turned, compared or subtracted, by {min(sharps):.2g}"
     if min(flats) > TOLERANCE:
         where = f"already where W_q = 0 makes all maps flat, by {min(flats):.2g}"
-    return None, ("Nothing on the list explains it. Does n_head count the maps? They part "
-                  f"{where} of the largest output.")
+    return None, f"Nothing on the list explains it. They part {where} of the largest output."
 
 
-def measured(names, port, version, w, p, again):
-    """{mistake: detail}: names, and what the numbers of two fits, p and again, say."""
-    found = dict.fromkeys(names, "")
-    numbers = {"scale": (math.sqrt(p.d), p.scale), "factor": (1.0, p.factor)}
-    if version == 1:
-        numbers["factor"] = (1 - port.lambda_init, p.factor)
-        numbers["value width"] = (2 * p.d, p.d_v)
-        if abs(p.init - again.init) < 1e-3 and w.exp_part.any():
-            numbers["lambda_init"] = (port.lambda_init, p.init)
-            numbers["factor"] = (1 - p.init, p.factor)
-        else:  # not the paper's form
-            lam = (w.exp_part + p.init).mean()
-            found["lambda" if abs(lam) > 1e-4 else "one map"] = f"It is {lam:.3f} here."
+def measured(rows, port, w, again):
+    """{mistake: detail}: of rows, and of what the numbers of two fits, w and again, say."""
+    found = {row[0]: f"\n         paper: {row[2]}   yours: {row[3]}" for row in rows}
+    same = abs(w.lambda_init - again.lambda_init) < 1e-3
+    if port.version == 1 and not (same and w.exp_part.any()):  # not the paper's form
+        lam = (w.exp_part + w.lambda_init).mean()
+        found["lambda" if abs(lam) > 1e-4 else "one map"] = f"It is {lam:.3f} here."
+        w.lambda_init = port.lambda_init
+    numbers = {"scale": (math.sqrt(w.d), w.scale), "lambda_init": (port.lambda_init, w.lambda_init),
+               "factor": (1 - w.lambda_init, w.factor),
+               "value width": (2 * w.d // port.version, w.d_v)}
     for name, (paper, yours) in numbers.items():
         if abs(yours - paper) > 1e-3:
             found[name] = f"The paper's is {paper:.4g}, yours is {yours:.4g}."
@@ -229,19 +292,17 @@ def measured(names, port, version, w, p, again):
 class Verdict:
     """kind, sees_future, explained, and lists of names: broken, differs, choices, same."""
 
-    def __init__(self, found, explained, sees_future, notes):
-        self.broken, self.differs, self.choices, self.same = [
-            [name for name in found if KIND[name] == kind] for kind in COST]
+    def __init__(self, found, explained, notes):
         self.explained = explained
-        self.sees_future = sees_future
-        kinds = [KIND[name] for name in found] + ["SAME" if explained else "DIFFERS"]
-        self.kind = min(kinds, key=list(COST).index)
+        self.sees_future = "sees the future" in found
+        self.broken, self.differs, self.choices, self.same = [
+            [name for name in found if MISTAKE[name][1] == kind] for kind in COST]
+        self.kind = ("BROKEN" if self.broken else "DIFFERS" if self.differs or not explained
+                     else "CHOICE" if self.choices else "SAME")
         self.lines = [self.kind]
         for name in self.broken + self.differs + self.choices + self.same:
-            _, kind, right, wrong, text = next(m for m in MISTAKES if m[0] == name)
+            _, kind, _, _, text = MISTAKE[name]
             self.lines.append(f"{kind:8} {name}: {text} {found[name]}".rstrip(" :"))
-            if right and not found[name]:  # what is measured has numbers
-                self.lines.append(f"         paper: {right}   yours: {wrong}")
         self.lines += notes
 
     def __str__(self):
@@ -249,75 +310,43 @@ class Verdict:
 
 
 def diagnose(layer, n_head=8, depth=0, version=1, causal=True, names=None):
-    """The Verdict on a layer. The arguments are those of the file's first lines."""
-    port = Stranger(layer, n_head, depth, version, names or {})
-    training = port.layer.training
-    port.layer.eval()
-    port.draw()
+    """The Verdict on a layer, which is put into eval mode. The page explains the arguments."""
+    port = Port(layer, n_head, depth, version, causal, names or {})
     x, ways = port.ways()
     seen = [port.look(given, x) for given in ways]
-    # some ways give a mask, and some none: a layer is causal if it is so in one of them
-    leaks = ["NaN" in some or causal and "sees the future" in some for some in seen]
-    ways = [given for given, leak in zip(ways, leaks) if leak == min(leaks)]
-    found = seen[leaks.index(min(leaks))]
-    sees_future = "sees the future" in found
-    dead = port.dead(ways[0], x)
-    for name in () if causal else ("sees the future", "length"):
-        found.pop(name, None)
+    found = min(seen, key=len)  # some ways give a mask, and some none: the best ones count
+    ways = [given for given, some in zip(ways, seen) if len(some) == len(found)]
+    is_sound = not {"NaN", "random", "mixes samples"} & set(found)
+    causes, note = explain(port, ways, x) if is_sound else (None, NOT_COMPARED)
     roles = ", ".join(f"{name} is {role}" for name, role in port.roles.items())
-    causes = None
-    note = NOT_COMPARED
-    if not {"NaN", "random", "mixes samples"} & set(found):
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # for tensors as small as these, more are slower
-        causes, note = explain(port, version, causal, ways, x)
-        torch.set_num_threads(threads)
     if note is NOT_COMPARED and not found:
         raise ValueError(f"these weights can't be compared: are n_head and names right? {roles}")
-    found |= causes or {}
-    explained = causes is not None
-    wrong = Verdict(found, explained, sees_future, []).kind in ("BROKEN", "DIFFERS")
-    if dead and (wrong or any("lambda" in port.roles[name] for name in dead)):
-        found["dead weights"] = ", ".join(dead)  # others, in a right layer, do no harm
-    port.layer.train(training)
-    settings = f"n_head = {n_head}, depth = {depth}, version = {version}, causal = {causal}"
-    return Verdict(found, explained, sees_future, [f"read with {settings}: {roles}", note])
-
-
-def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # from (B, T, H, d)
-    y = F.scaled_dot_product_attention(
-        q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=True)
-    return y.transpose(1, 2)
-
-
-def apply_rotary_emb(q, cos, sin, *_, **__):
-    return rotary(q.transpose(1, 2)).transpose(1, 2).to(q)
+    return Verdict(found | (causes or {}), causes is not None,
+                   [f"read with {n_head=}, {depth=}, {version=}, {causal=}: {roles}", note])
 
 
 def main(path, *lines):
-    stand_in = MagicMock(flash_attn_func=flash_attn_func, apply_rotary_emb=apply_rotary_emb)
+    """Prints the verdict on the layer of a file, and returns the exit code."""
+    torch.set_num_threads(1)  # for tensors as small as these, more are slower
+    stand_in = MagicMock(flash_attn_func=flash_attn)  # for what needs a GPU
+    stand_in.apply_rotary_emb = lambda q, cos, sin, **_: rotate(q, (cos[:, None], sin[:, None]))
     stand_in.__spec__ = torch.__spec__  # transformers asks for one
-    sys.modules.update(flash_attn=stand_in, triton=None)  # both need a GPU
-    torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self  # a CPU will do
+    sys.modules |= {"flash_attn": stand_in, "triton": None}
+    torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self
     sys.modules.pop("model", None)  # the port may have a model.py of its own
     sys.path.insert(0, str(Path(path).resolve().parent))
     names = None
     while names is None:
         try:
             names = runpy.run_path(path)
-        except ImportError as problem:
-            *_, (frame, _) = traceback.walk_tb(problem.__traceback__)
-            importer = frame.f_globals["__name__"]
-            is_kernel = str(problem.name).startswith("triton") and importer != "<run_path>"
-            name = importer if is_kernel else problem.name
-            if name is None or sys.modules.get(name) is stand_in:
-                raise
+        except ModuleNotFoundError as problem:
+            name = problem.name
+            importer = inspect.trace()[-1].frame.f_globals["__name__"]
+            if name.startswith("triton") and importer != "<run_path>":  # a module of kernels
+                name = importer
             print(f"{name} can't be imported here, a stand-in is in its place")
             sys.modules[name] = stand_in
-    sys.modules["triton"] = None  # again: torch must not find the stand-in
-    for line in lines:
-        exec(line, names)
+    exec("\n".join(lines), names)
     if "layer" not in names:
         raise ValueError(f"{path} has no layer: add layer = YourAttention(...)")
     said = {name: names[name] for name in inspect.signature(diagnose).parameters if name in names}
@@ -326,10 +355,15 @@ def main(path, *lines):
     return verdict.kind in ("BROKEN", "DIFFERS")
 
 
+def flash_attn(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
+    q, k, v = [m.transpose(1, 2) for m in (q, k, v)]  # from (B, T, H, d)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True,
+                                          scale=softmax_scale).transpose(1, 2)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
-        print(__doc__)
-        sys.exit(len(sys.argv) < 2)
+    if len(sys.argv) == 1 or sys.argv[1] in ("-h", "--help"):
+        sys.exit(print(PAGE.split("## ")[0]))
     try:
         sys.exit(main(*sys.argv[1:]))
     except Exception as problem:

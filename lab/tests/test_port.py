@@ -1,5 +1,4 @@
 """lab.port finds each mistake, alone and with others, and calls a right layer right."""
-import inspect
 import itertools
 import math
 import subprocess
@@ -11,42 +10,42 @@ import pytest
 import torch
 
 from lab import port
-from lab.stranger import LAMBDAS, role_of
 
 INIT = 0.8 - 0.6 * math.exp(-0.3 * 3)  # lambda_init of depth 3
-NUMBERS = {"scale": dict(scale=4.0), "lambda_init": dict(init=0.3, factor=0.7),
+NUMBERS = {"scale": dict(scale=4.0), "lambda_init": dict(lambda_init=0.3, factor=0.7),
            "factor": dict(factor=1.0)}
 COMMON = ["no mask", "merge not transposed", "no norm", "norm over all heads", "norm over time",
           "mean subtracted", "no rotary", "scale", "lambda_init", "factor"]
+LAMBDAS = ["lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"]
 GROUPED = ["repeated before split", "groups tiled"]  # else nothing is repeated: they are below
-CODED = [m for m in port.MISTAKES if m[2] and m[0] not in GROUPED]
+CODED = [row for row in port.MISTAKES if row[1] in port.COST and row[2] and row[0] not in GROUPED]
 PAIRS = "torch.view_as_complex(m.unflatten(-1, (-1, 2)).contiguous())"
+SPACE = vars(port).copy()
+exec(port.PAPER, SPACE)  # with its rotary
 ROTARY = {"fused": f"torch.view_as_real({PAIRS} * table).flatten(-2)",
           "halves": dict((m[0], m[3]) for m in CODED)["rotary by halves"]}
 
 
 def made_with(*mistakes, version=1):
     """A function layer(x, w) with mistakes: rows of the list, or names of COMMON."""
-    rows = {mistake[0]: mistake for mistake in reversed(port.MISTAKES)}
-    mistakes = [rows[m] if m in COMMON and m not in NUMBERS else m for m in mistakes]
-    code = "".join(map(inspect.getsource, (port.straight, port.split, port.merge, port.norm)))
-    changes = list(port.V2.items()) if version == 2 else []
-    changes += [mistake[2:4] for mistake in mistakes if not isinstance(mistake, str)]
-    for right, wrong in changes:
-        code = code.replace(right, wrong)
+    mistakes = [port.MISTAKE[m] if m in COMMON and m not in NUMBERS else m for m in mistakes]
+    code = port.PAPER
+    changes = [row for row in port.MISTAKES if row[1] == f"V{version}"]
+    for row in changes + [row for row in mistakes if not isinstance(row, str)]:
+        code = code.replace(row[2], row[3])
     space = vars(port).copy()
     exec(code, space)
-    stranger = port.SimpleNamespace(heads=8 if version == 2 else 4, lambda_init=INIT)
+    paper = port.SimpleNamespace(heads=4 * version, lambda_init=INIT)
 
     def layer(x, weights):
         parts = defaultdict(list)
         for name, weight in weights.items():
-            parts[role_of(name, weight)].append(weight.double())
-        w, p = port.sizes(parts, stranger, version)
-        p.factor = 1 - INIT if version == 1 else 1.0
+            parts[port.role_of(name, weight)].append(weight.double())
+        w = port.ours(parts, paper, space["sizes"])
+        w.factor = 1 - INIT if version == 1 else 1.0
         for mistake in mistakes:
-            vars(p).update(NUMBERS[mistake] if isinstance(mistake, str) else {})
-        return space["straight"](x.double(), w, p).float()
+            vars(w).update(NUMBERS[mistake] if isinstance(mistake, str) else {})
+        return space["straight"](x.double(), w).float()
 
     return layer
 
@@ -100,7 +99,7 @@ class Layer(torch.nn.Module):
             q, k = [m.unflatten(-1, (2, 4, 8)).transpose(2, 3).flatten(2) for m in (q, k)]
         q, k = [m.unflatten(-1, (-1, 8)).transpose(1, 2) for m in (q, k)]  # (B, 8, T, 8)
         code = ROTARY.get(self.way, "rotary(m)")
-        q, k = [eval(code, vars(port) | {"m": m, "table": freqs_cis}).float() for m in (q, k)]
+        q, k = [eval(code, SPACE | {"m": m, "table": freqs_cis}).float() for m in (q, k)]
         repeat = 64 // self.cut[1]
         late = self.wrong != "repeated before split"
         order = [0, 2, 1, 3] if self.wrong == "groups tiled" else slice(None)
