@@ -224,7 +224,7 @@ class Softmax(nn.Module):
         return q, k, v
 
     def forward(self, x, rope=None, state=None):
-        """state: {} at first. It keeps what later tokens need, here k and v. It needs rope."""
+        """state: {} at first. It keeps what later tokens need, here k and v. Give rope with it."""
         if rope is None:
             rope = make_rope(self.config, x.shape[1], x.device, x.dtype)
         state = {} if state is None else state

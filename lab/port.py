@@ -31,7 +31,7 @@ MISTAKES = [[cell[1:-1].strip("`") for cell in line.strip("|").split("|")]
             for line in PAGE.splitlines() if line.startswith("| ")]
 MISTAKE = {row[0]: row for row in reversed(MISTAKES)}
 SHARP = PAGE.split("maps are not flat")[1]  # the page after these words: its rows show only there
-COST = {"BROKEN": 0, "DIFFERS": 100, "CHOICE": 10, "SAME": 1}  # by their sum layers are tried
+COST = {"BROKEN": 0, "DIFFERS": 100, "CHOICE": 10, "SAME": 1}  # the smallest sum comes first
 TOLERANCE = 1e-5  # of the largest output. float32 makes 2e-6
 NOT_COMPARED = "It is not compared: that needs sound outputs, and weights of the paper's sizes."
 # what these weights are when drawn, the same in all heads, so that 0 < lambda < 1
@@ -148,7 +148,7 @@ class Port:
             other = x.clone()
             other[0, i] = x[1, i]
             moved[i] = apart(self.run(given, other), y)
-        later, earlier = moved[:, 0].triu(1), moved[:, 0].tril(-1)  # tokens than the changed one
+        later, earlier = moved[:, 0].triu(1), moved[:, 0].tril(-1)  # than the changed token
         prefix = self.run(given, x[:, :T // 2])
         seen = {}
         if self.causal and earlier.max() > TOLERANCE:
@@ -207,14 +207,14 @@ def ours(parts, port, sizes):
     w.gate = torch.cat(parts["gate"] or [w.q])
     gains = [part.flatten() for part in parts["norm"] if part.numel() in (w.d_v, w.h * w.d_v)]
     if len(gains) != w.h:  # no norm for each head, but one, perhaps in two factors, or none
-        gains = [math.prod(gains) if gains else torch.arange(w.d_v) + 1.0]  # 1 would hide it
+        gains = [math.prod(gains) if gains else torch.arange(w.d_v) + 1.0]  # 1 would not show
     w.norm = torch.cat(gains).reshape(-1, 1, w.d_v).expand(w.h, 1, w.d_v)
     w.o = torch.cat(parts["o"], 1) if parts["o"] else torch.eye(w.h * w.d_v).double()
     return w
 
 
 def fit(code, port, parts, x, y, steps):
-    """(error, w): our layer with the factor that fits y best. steps: lambda_init and scale, too."""
+    """(error, w): our layer, whose factor fits y best; after steps, lambda_init and scale, too."""
     space = dict(globals())
     exec(code, space)
 
@@ -254,11 +254,11 @@ def explain(port, ways, x):
         return None, NOT_COMPARED
     flats, sharps = [], [math.inf]  # the errors
     until = time.process_time() + 18  # seconds of one core
-    for some, flat in variants(code, sharp=False):
+    for some, flat in variants(code, sharp=False):  # a softmax twice shows lambda even here
         if time.process_time() > until:
             break
         for first, second, third in tries:
-            flats.append(fit(flat, *first, 6 if "softmax twice" in str(some) else 0)[0])  # λ shows
+            flats.append(fit(flat, *first, 6 if "softmax twice" in str(some) else 0)[0])
             for more, sharp in variants(flat, sharp=True) if flats[-1] < TOLERANCE else ():
                 error, w = fit(sharp, *second, steps=6)
                 if error < TOLERANCE:  # once more, with other weights
@@ -329,10 +329,10 @@ def diagnose(layer=None, n_head=8, depth=0, version=1, causal=True, names=None):
 def main(path, *lines):
     """Prints the verdict on the layer of a file, and returns the exit code."""
     torch.set_num_threads(1)  # for tensors as small as these, more are slower
-    stand_in = MagicMock(flash_attn_func=flash_attn)  # for what needs a GPU
-    stand_in.apply_rotary_emb = lambda q, cos, sin, **_: rotate(q, (cos[:, None], sin[:, None]))
-    stand_in.__spec__ = torch.__spec__  # transformers asks for one
-    sys.modules |= {"flash_attn": stand_in, "triton": None}
+    stub = MagicMock(flash_attn_func=flash_attn)  # for what needs a GPU
+    stub.apply_rotary_emb = lambda q, cos, sin, *_, **__: rotate(q, (cos[:, None], sin[:, None]))
+    stub.__spec__ = torch.__spec__  # transformers asks for one
+    sys.modules |= {"flash_attn": stub, "triton": None}
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self
     sys.modules.pop("model", None)  # the port may have a model.py of its own
     sys.path.insert(0, str(Path(path).resolve().parent))
@@ -341,13 +341,13 @@ def main(path, *lines):
         try:
             names = runpy.run_path(path)
         except ModuleNotFoundError as problem:
-            name = inspect.trace()[-1].frame.f_globals["__name__"]  # of kernels, if it wants triton
-            if name == "<run_path>" or not problem.name.startswith("triton"):
+            name = inspect.trace()[-1].frame.f_globals["__name__"]  # a module of kernels, or not
+            if name == "<run_path>" or not str(problem.name).startswith("triton"):
                 name = problem.name
-            if sys.modules.get(name) is stand_in:
+            if sys.modules.get(name) is stub:
                 raise
             print(f"{name} can't be imported here, a stand-in is in its place")
-            sys.modules[name] = stand_in
+            sys.modules[name] = stub
     exec("\n".join(lines), names)
     said = {name: names[name] for name in inspect.signature(diagnose).parameters if name in names}
     print(verdict := diagnose(**said))
