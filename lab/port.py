@@ -330,7 +330,7 @@ def main(path, *lines):
     """Prints the verdict on the layer of a file, and returns the exit code."""
     torch.set_num_threads(1)  # for tensors as small as these, more are slower
     stub = MagicMock(flash_attn_func=flash_attn)  # for what needs a GPU
-    stub.apply_rotary_emb = lambda q, cos, sin, *_, **__: rotate(q, (cos[:, None], sin[:, None]))
+    stub.apply_rotary_emb = lambda q, cos, sin, **_: rotate(q, (cos[:, None], sin[:, None]))
     stub.__spec__ = torch.__spec__  # transformers asks for one
     sys.modules |= {"flash_attn": stub, "triton": None}
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self
