@@ -7,6 +7,7 @@ $ python bench.py decode    # 16 tokens of the sampler at the end of a context, 
 Behind the time is its ratio to that of the first arm: the median (least to largest) of the rounds.
 """
 from dataclasses import dataclass, replace
+from itertools import product
 from statistics import median
 from typing import Literal
 
@@ -16,7 +17,8 @@ import tyro
 from torch.utils.benchmark import Timer
 
 import train
-from model import ATTENTION, GPT, GPTConfig, next_token
+from data import one_sentence
+from model import ATTENTION, GPT, next_token
 
 ON_CUDA = torch.cuda.is_available()
 
@@ -25,13 +27,19 @@ ON_CUDA = torch.cuda.is_available()
 class Config:
     verb: tyro.conf.Positional[Literal["speed", "decode"]]
     attn: str = ",".join(ATTENTION)  # arms; the others are compared to the first
-    T: str = "256,1024,4096"  # lengths in tokens
-    rounds: int = 7
+    T: str = "256,1024,4096"  # lengths in tokens (above 16 for decode)
+    rounds: int = 7  # times that each arm has its turn
     preset: Literal["toy", "gpt2"] = "gpt2" if ON_CUDA else "toy"  # the size of the model
 
     def __post_init__(self):
-        for attn in self.attn.split(","):
-            GPTConfig(attn)  # ValueError if there is no such arm
+        unknown = set(self.attn.split(",")) - ATTENTION.keys()
+        if unknown:
+            raise ValueError(f"attn is {unknown.pop()!r}, not one of {', '.join(ATTENTION)}")
+        least = 17 if self.verb == "decode" else 1
+        if not all(T.isdigit() and int(T) >= least for T in self.T.split(",")):
+            raise ValueError(f"T must be numbers from {least} on, like 256,1024, not {self.T}")
+        if self.rounds < 1:
+            raise ValueError(f"rounds must be 1 or more, not {self.rounds}")
 
 
 def attention_layer(config):
@@ -92,8 +100,8 @@ def main(argv=None):
     torch.set_float32_matmul_precision("high")  # as in train.py
     calls = [attention_layer, training_step] if bench.verb == "speed" else [sampled_tokens]
     preset = train.PRESETS[bench.preset]
-    for make_call in calls:
-        for T in map(int, bench.T.split(",")):
+    with one_sentence("bench.py"):
+        for make_call, T in product(calls, map(int, bench.T.split(","))):
             B = max(1, preset.batch_size * preset.block_size // T)
             size = dict(block_size=T, batch_size=B, total_batch=B * T)
             size["vocab_size"] = {"toy": 257, "gpt2": 50257}[bench.preset]

@@ -4,6 +4,9 @@ What a run reads: two long arrays of tokens, train and val, and the tokenizer th
 A folder of prepare_fineweb.py has train.bin and val.bin, plain little-endian uint16 as in nanoGPT,
 whose data sets train here, too. Each document starts with <|endoftext|>.
 """
+import pickle
+import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -15,24 +18,84 @@ FINEWEB = Path("data/fineweb_edu")  # where prepare_fineweb.py writes
 
 
 def get_tokenizer(name):
-    """tiktoken's gpt2, bytes (no download), or a dict of what tiktoken.Encoding takes."""
+    """tiktoken's gpt2, "bytes", which needs no download, or "letters: abc", see Letters.
+
+    OSError if GPT-2's vocabulary can't be had.
+    """
+    if name.startswith("letters:"):
+        return Letters(name.removeprefix("letters:"))
     if name == "bytes":
         ranks = {bytes([byte]): byte for byte in range(256)}
-        name = dict(name=name, pat_str=r"(?s:.)", mergeable_ranks=ranks, special_tokens={EOT: 256})
-    return tiktoken.Encoding(**name) if isinstance(name, dict) else tiktoken.get_encoding(name)
+        return tiktoken.Encoding(name, pat_str=r"(?s:.)", mergeable_ranks=ranks,
+                                 special_tokens={EOT: 256})
+    try:
+        return tiktoken.get_encoding(name)
+    except OSError as e:  # there is no network
+        raise OSError(f"GPT-2's vocabulary can't be fetched: {e}. Where there is no network, set "
+                      "TIKTOKEN_CACHE_DIR to a folder in which tiktoken has kept it") from e
+
+
+class Letters:
+    """The tokenizer of nanoGPT's character data: token i is letter i. Behind them <|endoftext|>."""
+
+    def __init__(self, letters):
+        self.letters = letters
+        self.eot_token = len(letters)
+        self.n_vocab = len(letters) + 1
+
+    def encode_ordinary(self, text):
+        unknown = set(text) - set(self.letters)
+        if unknown:
+            raise ValueError(f"the tokenizer has no {min(unknown)!r}: its letters are those of "
+                             "the text that was trained")
+        return [self.letters.index(letter) for letter in text]
+
+    def encode(self, text, allowed_special=()):
+        return self.encode_ordinary(text)
+
+    def decode_single_token_bytes(self, token):
+        return [*self.letters, EOT][token].encode()
+
+    def decode(self, tokens, errors="strict"):
+        return "".join([*self.letters, EOT][token] for token in tokens)
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Loads dicts, strings and numbers. A pickle that names a class or a function is refused."""
+
+    def find_class(self, module, name):
+        raise pickle.UnpicklingError(f"it would run {module}.{name}")
 
 
 def load_data(path):
-    """(train, val, tokenizer). path: a folder of .bin, a text file, or None: Python's manual."""
+    """(train, val, tokenizer). path: a folder of .bin, a text file, or None: Python's manual.
+
+    ValueError if it can't be read, or has a token that the tokenizer has not.
+    """
     if path is None:
         return *load_manual(), "bytes"
-    if Path(path).is_dir():
-        train = load_bin(Path(path) / "train.bin")
-        val = load_bin(Path(path) / "val.bin")
-        if (Path(path) / "meta.pkl").exists():  # of nanoGPT. To load a pickle may run code
-            print(f"{path}/meta.pkl is not read: the tokens are taken for GPT-2's in samples")
-        return train, val, "gpt2"
-    return *load_text(path), "bytes"
+    path = Path(path).expanduser()
+    if not path.is_dir():
+        return *load_text(path), "bytes"
+    tokenizer = load_letters(path / "meta.pkl") if (path / "meta.pkl").exists() else "gpt2"
+    n_vocab = get_tokenizer(tokenizer).n_vocab
+    train, val = load_bin(path / "train.bin"), load_bin(path / "val.bin")
+    for tokens in (train, val):
+        for first in range(0, len(tokens), 2**24):  # in pieces, as it may not fit into the memory
+            largest = tokens[first : first + 2**24].max()
+            if largest >= n_vocab:
+                raise ValueError(f"{path} has a token {largest}, and its tokenizer only {n_vocab}")
+    return train, val, tokenizer
+
+
+def load_letters(path):
+    """The tokenizer of a meta.pkl of nanoGPT. No code in the file is run."""
+    try:
+        with open(path, "rb") as f:
+            itos = PlainUnpickler(f).load()["itos"]
+        return "letters:" + "".join(itos[i] for i in range(len(itos)))
+    except Exception as e:  # a file can be wrong in many ways
+        raise ValueError(f"{path} can't be read as nanoGPT's letters: {e!r}") from e
 
 
 def load_sequences(data, numbers, T):
@@ -55,9 +118,12 @@ def load_text(path):
     try:
         text = Path(path).read_bytes()
         text.decode()
+    except FileNotFoundError as e:
+        hint = "prepare_fineweb.py makes it" if path == FINEWEB else "what should be trained on?"
+        raise ValueError(f"--data={path} is not there: {hint}") from e
     except (OSError, UnicodeDecodeError) as e:
-        hint = "prepare_fineweb.py makes data/fineweb_edu"
-        raise ValueError(f"--data={path} can't be read as UTF-8 text: {e} ({hint})") from e
+        hint = " (give the folder of a .bin)" if path.suffix == ".bin" else ""
+        raise ValueError(f"--data={path} can't be read as UTF-8 text: {e}{hint}") from e
     tokens = byte_tokens([text])
     n_train = len(tokens) - len(tokens) // 10
     return tokens[:n_train], tokens[n_train:]
@@ -86,3 +152,27 @@ def byte_tokens(texts):
     for text in texts:
         pieces += [np.array([256], "<u2"), np.frombuffer(text, "u1").astype("<u2")]
     return np.concatenate(pieces)
+
+
+@contextmanager
+def one_sentence(program, *errors):
+    """Ends a program with one sentence where its user can mend what is wrong.
+
+    That is Ctrl-C, a file, a disk, too little memory, or one of errors. Any other error is a
+    programmer's, and keeps its traceback.
+    """
+    if hasattr(sys.stdout, "reconfigure"):  # not every pipe can take every letter
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.exit(f"\n{program}: stopped")
+    except (OSError, MemoryError, *errors) as e:
+        sys.exit(f"{program}: {e}")
+    except RuntimeError as e:
+        # PyTorch has no classes for these errors, but their texts have these words
+        why = {"memory": "out of memory", "unexpected pos": "is the disk full?"}
+        found = [why[words] for words in why if words in str(e)]
+        if not found:
+            raise
+        sys.exit(f"{program}: {found[0]} ({str(e).splitlines()[0]:.150})")

@@ -5,8 +5,9 @@ $ python prepare_fineweb.py --ready --tokens=3e9    # fetches FineWeb-Edu as tok
 $ python prepare_fineweb.py                         # tokenizes sample-10BT itself: an hour
 $ python prepare_fineweb.py --source=books --out=data/books --val_tokens=1e5
 
-A .jsonl has a document in each line, like {"text": "..."}, a .parquet has a column text, a .txt is
-one document, and a .bin has tokens in llm.c's format. What was stopped begins anew.
+A .jsonl or .json has documents like {"text": "..."}, a .parquet has a column text, a .txt is one
+document, and a .bin has tokens in llm.c's format. All but .bin may end in .gz or .zst. What was
+stopped begins anew.
 """
 import glob
 import math
@@ -21,28 +22,34 @@ from datasets import load_dataset
 from huggingface_hub import hf_hub_download, list_repo_files
 from tqdm import tqdm
 
-from data import FINEWEB, get_tokenizer
+from data import FINEWEB, get_tokenizer, one_sentence
 
 READY = "kjj0/finewebedu10B-gpt2"  # FineWeb-Edu as shards of llm.c, the first of them val
-KINDS = {".jsonl": dict(path="json", chunksize=2**28),  # its lines may differ in other keys
-         ".parquet": dict(path="parquet"), ".txt": dict(path="text", sample_by="document")}
+JSON = dict(path="json", chunksize=2**28)  # its lines may differ in other keys
+KINDS = {".jsonl": JSON, ".json": JSON, ".parquet": dict(path="parquet"),
+         ".txt": dict(path="text", sample_by="document")}
 
 
 @dataclass
 class Config:
-    source: str | None = None  # file, or folder of .jsonl, .parquet, .txt or .bin (FineWeb-Edu)
+    source: str | None = None  # file, or folder with files of these kinds (FineWeb-Edu)
     ready: bool = False  # fetch FineWeb-Edu as tokens
     out: Path = FINEWEB  # folder for train.bin and val.bin
     tokens: float = math.inf  # stop after so many, val included
-    val_tokens: float = 1e8  # the first so many, to the end of a document, are val
+    val_tokens: float = 1e8  # the first so many are val
 
     def __post_init__(self):
-        if not 0 < self.val_tokens < self.tokens:
-            raise ValueError("val_tokens must be above 0 and below tokens: the rest is train")
+        self.out = Path(self.out).expanduser()
+        if not 1 <= self.val_tokens < self.tokens:
+            raise ValueError("val_tokens must be 1 or more and below tokens: the rest is train")
         if self.out.exists():
             raise ValueError(f"{self.out} is there already: delete it, or choose another --out")
-        if self.source is not None and not os.path.exists(self.source):
-            raise ValueError(f"--source={self.source} is not there")
+        if self.source is not None:
+            self.source = os.path.expanduser(self.source)
+            if self.ready:
+                raise ValueError("--ready fetches FineWeb-Edu, and --source is your own text")
+            if not os.path.exists(self.source):
+                raise ValueError(f"--source={self.source} is not there")
 
 
 def tokenize(*args, **options):
@@ -72,13 +79,26 @@ def read_ready():
 
 def find_files(source):
     """Yields (path, its tokens) of a file, or of all below a folder, by name (shards by number)."""
-    paths = Path(source).rglob("*") if os.path.isdir(source) else [Path(source)]
+    unread = []
+    folders = os.walk(source, onerror=lambda e: unread.append(e.filename))
+    paths = []
+    if not os.path.isdir(source):
+        paths, folders = [Path(source)], []
+    for folder, subfolders, names in folders:
+        paths += [Path(folder, name) for name in names]
+        # it does not walk into folders that are links
+        unread += filter(os.path.islink, [os.path.join(folder, name) for name in subfolders])
     for path in sorted(paths, key=lambda p: p.name[-10:] if p.suffix == ".bin" else str(p)):
-        kind = path.suffix.lower()
+        kind = Path(path.name.lower().removesuffix(".gz").removesuffix(".zst")).suffix
         if kind == ".bin":
             yield path, read_shard(path)
-        elif kind in KINDS:
+        elif kind in KINDS and path.stat().st_size > 0:
             yield path, tokenize(data_files=glob.escape(str(path)), **KINDS[kind])
+        else:
+            unread.append(str(path))
+    if unread:
+        more = f" and {len(unread) - 5} more" if len(unread) > 5 else ""
+        tqdm.write(f"not read: {', '.join(unread[:5])}{more}")
 
 
 def read(config):
@@ -91,26 +111,32 @@ def read(config):
             raise SystemExit(f"{name} can't be read: {type(e).__name__}: {e}")
 
 
-def main(argv=None):
-    config = tyro.cli(Config, description=__doc__, args=argv, use_underscores=True)
+def prepare(config):
     temporary = Path(f"{config.out}.tmp")  # it gets its name when it is whole
     temporary.mkdir(parents=True, exist_ok=True)
     total = min(config.tokens, 1e10) if config.source is None else None  # that of sample-10BT
-    bar = tqdm(total=total, unit=" tokens", unit_scale=True)
     written = 0
-    with open(temporary / "val.bin", "wb") as val, open(temporary / "train.bin", "wb") as train:
+    with (open(temporary / "val.bin", "wb") as val, open(temporary / "train.bin", "wb") as train,
+          tqdm(total=total, unit=" tokens", unit_scale=True) as bar):
         for tokens in read(config):
-            split = val if written < config.val_tokens else train
-            split.write(tokens.tobytes())
+            of_val = max(0, int(config.val_tokens) - written)
+            val.write(tokens[:of_val].tobytes())
+            train.write(tokens[of_val:].tobytes())
             written += len(tokens)
             bar.update(len(tokens))
             if written >= config.tokens:
                 break
-        bar.close()
-        if train.tell() == 0:
-            raise SystemExit(f"{config.source} has {written:,} tokens, all val: lower --val_tokens")
+    if written <= config.val_tokens:
+        raise SystemExit(f"{config.source} has {written:,} tokens, which is not more than "
+                         f"--val_tokens={config.val_tokens:,.0f}: nothing is left for train")
     os.rename(temporary, config.out)
     print(f"{config.out} has {written:,} tokens: python train.py --data={config.out}")
+
+
+def main(argv=None):
+    config = tyro.cli(Config, description=__doc__, args=argv, use_underscores=True)
+    with one_sentence("prepare_fineweb.py"):
+        prepare(config)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,16 @@ $ python sample.py --prompt "Once upon a time"
 """
 import codecs
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import tyro
 
-from data import get_tokenizer
+from data import get_tokenizer, one_sentence
 from model import GPT
+
 
 
 @dataclass
@@ -20,32 +22,35 @@ class Config:
     prompt: str = ""  # what the text starts with
     ckpt: Path | None = None  # file, or folder of a run (the newest below out/)
     num_samples: int = 1  # one after the other
-    max_new_tokens: int = 500
+    max_new_tokens: int = 500  # the text may end before
     temperature: float = 0.8  # below 1 is safer, 0 always takes the likeliest token
     top_k: int | None = None  # choose among the k likeliest tokens only
     seed: int = 1337  # of the random choices
-    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cuda, cpu or mps
 
     def __post_init__(self):
         if not self.temperature >= 0 or (self.top_k is not None and self.top_k < 1):
             raise ValueError("temperature must be 0 or more, and top_k 1 or more")
 
 
-def find_checkpoint(path):
+def find_checkpoint(path=None):
+    """The file of a checkpoint: path, what lies in this folder, or the newest below out/."""
     if path is not None:
+        path = Path(path).expanduser()
         return path / "ckpt.pt" if path.is_dir() else path
     paths = sorted(Path("out").rglob("ckpt.pt"), key=os.path.getmtime)
     if not paths:
-        raise SystemExit("there is no checkpoint below out/: python train.py makes one")
+        raise FileNotFoundError("there is no checkpoint below out/: python train.py makes one")
+    print(f"from {paths[-1]}:", file=sys.stderr)
     return paths[-1]
 
 
-def print_sample(tokens, enc, ends):
-    """Prints each token as soon as it is there. ends: the tokens at which a text is over."""
+def print_sample(tokens, enc):
+    """Prints each token as soon as it is there, to the end of the document."""
     # a token may end within a character. This decoder keeps the first half back
     decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
     for token in tokens:
-        if token.item() in ends:
+        if token.item() == enc.eot_token:
             break  # the next tokens would be another document's
         print(decoder.decode(enc.decode_single_token_bytes(token.item())), end="", flush=True)
     print(decoder.decode(b"", final=True))
@@ -53,20 +58,20 @@ def print_sample(tokens, enc, ends):
 
 def main(argv=None):
     config = tyro.cli(Config, description=__doc__, args=argv, use_underscores=True)
-    try:
+    with one_sentence("sample.py", ValueError):
         model = GPT.load(find_checkpoint(config.ckpt), config.device)
-    except ValueError as e:
-        raise SystemExit(f"sample.py: {e}")
-    enc = get_tokenizer(model.extra["tokenizer"])
-    ends = model.extra.get("ends", [enc.eot_token])  # a pretrained model may have others
-    prompt = enc.encode(config.prompt, allowed_special="all") or [enc.eot_token]
+        if "tokenizer" not in model.extra:
+            raise ValueError(f"{config.ckpt} does not say its tokenizer: train.py has not saved it")
+        enc = get_tokenizer(model.extra["tokenizer"])
+        prompt = enc.encode(config.prompt, allowed_special="all") or [enc.eot_token]
     idx = torch.tensor([prompt], device=config.device)
     generator = torch.Generator(config.device).manual_seed(config.seed)
     choose = dict(temperature=config.temperature, top_k=config.top_k, generator=generator)
-    for _ in range(config.num_samples):
-        print(config.prompt, end="")
-        with torch.autocast("cuda", torch.bfloat16, enabled="cuda" in config.device):
-            print_sample(model.generate(idx, config.max_new_tokens, **choose), enc, ends)
+    use_bf16 = config.device.startswith("cuda") and torch.cuda.get_device_capability()[0] >= 8
+    with one_sentence("sample.py"), torch.autocast("cuda", torch.bfloat16, enabled=use_bf16):
+        for _ in range(config.num_samples):
+            print(config.prompt, end="")
+            print_sample(model.generate(idx, config.max_new_tokens, **choose), enc)
 
 
 if __name__ == "__main__":

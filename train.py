@@ -10,12 +10,13 @@ with as many threads, it ends in the same bits. The tokens of a step follow from
 and the number of the step: there is no data loader with a state.
 """
 import argparse
+import hashlib
 import json
 import math
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -26,8 +27,13 @@ import torch.distributed as dist
 import tyro
 from torch.nn.parallel import DistributedDataParallel
 
-from data import FINEWEB, get_tokenizer, load_data, load_sequences
-from model import GPT, GPTConfig
+from data import FINEWEB, get_tokenizer, load_data, load_sequences, one_sentence
+from model import ATTENTION, GPT, Block, GPTConfig
+
+RANK = int(os.environ.get("RANK") or 0)  # torchrun starts WORLD processes and numbers them
+WORLD = int(os.environ.get("WORLD_SIZE") or 1)
+# cards before the A100, like Colab's T4, have no fast kernels for bf16
+HAS_BF16 = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
 
 # ---- the settings
 
@@ -35,12 +41,14 @@ from model import GPT, GPTConfig
 class Config(GPTConfig):
     """The settings of a run, those of its model among them."""
 
-    attn: str = "softmax"  # kind of attention, or a list like softmax,diff
-    vocab_size: tyro.conf.Suppress[int] = 0  # the tokenizer's
+    # softmax, softmax_average, diff, diff_v2, linear, linear_average, diff_linear, or a list of
+    # them, like softmax,diff
+    attn: str = "softmax"
+    vocab_size: tyro.conf.Suppress[int] = 50257  # the tokenizer's
     preset: Literal["toy", "gpt2"] = "gpt2"  # toy is for a laptop, gpt2 is GPT-2 small on an H100
     data: str | None = None  # folder of prepare_fineweb.py, or text file (toy: Python's manual)
     out: str | None = None  # folder, to which the arm's name is added (out/<preset>)
-    restart: bool = False  # begin anew, and discard the run that is there
+    restart: bool = False  # begin anew. The old run is kept until the first new checkpoint
     batch_size: int = 32  # sequences per micro-step, at most
     total_batch: int = 524_288  # tokens per step
     steps: int = 5341  # optimizer steps, over which the rate falls to 0
@@ -52,20 +60,26 @@ class Config(GPTConfig):
     eval_every: int = 250  # steps between evaluations; each saves a checkpoint
     eval_tokens: int = 10_485_760  # val tokens of an evaluation
     log_every: int = 10  # steps between lines of the log
-    device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cuda, cuda:1 or cpu
-    dtype: Literal["float32", "bfloat16"] = "bfloat16" if torch.cuda.is_available() else "float32"
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cuda, cuda:1, cpu or mps
+    dtype: Literal["float32", "bfloat16"] = "bfloat16" if HAS_BF16 else "float32"
     compile: bool = True  # torch.compile the model (on cuda)
 
     def __post_init__(self):
-        for name in "n_layer block_size batch_size steps lr eval_every log_every".split():
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
-        if self.device != "cpu" and not ("cuda" in self.device and torch.cuda.is_available()):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(value) in (int, float):
+                may_be_0 = field.name in MAY_BE_0
+                highest = 2**63 if type(value) is int else math.inf
+                if not (0 < value < highest or value == 0 and may_be_0):  # nan is neither
+                    least = "0 or more" if may_be_0 else "above 0"
+                    raise ValueError(f"{field.name} must be {least} and not too large: {value}")
+        kind, _, number = self.device.partition(":")
+        count = getattr(torch, kind).device_count() if kind in ("cpu", "cuda", "mps") else 0
+        if number not in ("", *map(str, range(count))) or count == 0:
             raise ValueError(f"PyTorch sees no {self.device} here")
-        if self.vocab_size > 0:  # main knows the data, and asks for each arm by itself
-            super().__post_init__()
 
 
+MAY_BE_0 = ("warmup", "weight_decay", "grad_clip", "seed", "rope_theta", "subln")
 PRESETS = {
     "gpt2": Config(data=str(FINEWEB)),
     "toy": Config(preset="toy", n_layer=4, n_head=4, n_embd=128, block_size=256, batch_size=8,
@@ -73,13 +87,9 @@ PRESETS = {
                   eval_tokens=65_536, log_every=20),
 }
 
-# what may differ when a run goes on: these don't say what the run is
-FREE = ("preset", "data", "out", "restart", "kernel", "batch_size", "eval_every", "log_every",
-        "device", "compile", "torch", "date")
 
-
-def parse(argv=None, world=1):
-    """A Config for each arm that a command line asks for."""
+def parse(argv=None):
+    """A Config for each arm that a command line asks for. ValueError for what can't be."""
     # the preset first, since it has the defaults of all other flags
     p = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     is_gpt2 = FINEWEB.exists() and torch.cuda.is_available()
@@ -88,12 +98,15 @@ def parse(argv=None, world=1):
     config = tyro.cli(Config, description=__doc__, default=preset, args=argv, use_underscores=True)
     if config.kernel == "flash_attn":
         import flash_attn  # if it is missing, say so now
-    sequences = config.total_batch // (config.block_size * world)  # of a process in a step
+    if not 0 <= RANK < WORLD or (WORLD > 1 and "MASTER_ADDR" not in os.environ):
+        raise ValueError(f"RANK is {RANK} and WORLD_SIZE is {WORLD}: start it with torchrun, "
+                         "or unset both")
+    sequences = config.total_batch // (config.block_size * WORLD)  # of a process in a step
     config.batch_size = max(1, min(config.batch_size, sequences))
-    multiple = config.block_size * config.batch_size * world
+    multiple = config.block_size * config.batch_size * WORLD
     if sequences == 0 or config.total_batch % multiple != 0:
         raise ValueError(f"total_batch must be a multiple of {multiple}, not {config.total_batch}")
-    out = Path(config.out or f"out/{config.preset}")
+    out = Path(config.out or f"out/{config.preset}").expanduser()
     return [replace(config, attn=attn, out=str(out / attn)) for attn in config.attn.split(",")]
 
 
@@ -104,7 +117,7 @@ def permutation(n, seed, epoch):
     return np.random.default_rng([seed, epoch]).permutation(n)
 
 
-def batch(data, config, step, micro_step, rank=0, world=1):
+def batch(data, config, step, micro_step, rank=RANK, world=WORLD):
     """The sequences of a micro-step of this process, (batch_size, T + 1).
 
     The epochs lie end to end, each shuffled in its own way. They are cut into steps, a step into
@@ -141,7 +154,7 @@ def autocast(config):
     return torch.autocast(device_type, torch.bfloat16, enabled=config.dtype == "bfloat16")
 
 
-def training_step(model, optimizer, data, config, step, rank=0, world=1):
+def training_step(model, optimizer, data, config, step):
     """Makes update `step`, the first of which is 0.
 
     Returns two tensors, as numbers would have to wait for the GPU: the loss before the update, the
@@ -149,14 +162,14 @@ def training_step(model, optimizer, data, config, step, rank=0, world=1):
     """
     for param_group in optimizer.param_groups:
         param_group["lr"] = learning_rate(step, config)
-    micro_steps = config.total_batch // (config.batch_size * config.block_size * world)
+    micro_steps = config.total_batch // (config.batch_size * config.block_size * WORLD)
     loss_sum = torch.zeros((), device=config.device)
     for micro_step in range(micro_steps):
-        if world > 1:
+        if WORLD > 1:
             # the processes have to average their gradients only once, in the last micro-step.
             # DistributedDataParallel.no_sync() sets the same flag
             model.require_backward_grad_sync = micro_step == micro_steps - 1
-        tokens = batch(data, config, step, micro_step, rank, world)
+        tokens = batch(data, config, step, micro_step)
         with autocast(config):
             # we don't keep the logits: they are large, and the backward pass needs the room
             loss = model(tokens[:, :-1], tokens[:, 1:])[1]
@@ -172,130 +185,204 @@ def training_step(model, optimizer, data, config, step, rank=0, world=1):
 # ---- an evaluation
 
 @torch.no_grad()
-def evaluate(model, val, config, rank=0, world=1):
+def evaluate(model, val, config):
     """The mean loss in nats of the first sequences of val: the same for each arm, at each step."""
     model.eval()
     n, B = max(1, min(config.eval_tokens, len(val) - 1) // config.block_size), config.batch_size
     total = torch.zeros((), device=config.device)
-    for first in range(rank * B, n, world * B):
+    for first in range(RANK * B, n, WORLD * B):
         tokens = load_sequences(val, range(first, min(first + B, n)), config.block_size)
         tokens = tokens.to(config.device, non_blocking=True)
         with autocast(config):
             loss = model(tokens[:, :-1], tokens[:, 1:])[1]
         total += loss * len(tokens)  # the last batch may be smaller
-    if world > 1:
+    if WORLD > 1:
         dist.all_reduce(total)  # each process has a part of the sequences
     model.train()
     return total.item() / n
 
 
-def look_at(model, enc, config):
-    """lambda of each layer, where it is one number, and a sample: the likeliest token each time."""
-    text = "Once upon a time"
-    x = torch.zeros(1, 1, config.n_embd, device=config.device)  # for such a lambda any x will do
-    lambdas = [block.attn.lam(x) for block in model.blocks if hasattr(block.attn, "lam")]
-    idx = torch.tensor([enc.encode_ordinary(text)], device=config.device)
+@torch.no_grad()
+def lambdas(model, idx):
+    """lambda of each layer that has one: its mean over all heads, and over the tokens of idx."""
+    found = []
+
+    def look(attn, inputs, output):
+        lam = getattr(attn, "lam", None)  # an arm of your own may have a method, or a number
+        if callable(lam):
+            lam = lam(inputs[0])
+        if lam is not None:
+            found.append(torch.as_tensor(lam).float().mean().item())
+
+    hooks = [block.attn.register_forward_hook(look) for block in model.blocks]
+    model(idx)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def look_at(model, val, enc, config):
+    """lambda on one batch of val, and a sample: the likeliest token each time."""
+    n = min(config.batch_size, (len(val) - 1) // config.block_size)
+    idx = load_sequences(val, range(n), config.block_size)[:, :-1].to(config.device)
+    model.eval()
     with autocast(config):
-        tokens = [token.item() for token in model.eval().generate(idx, 40, temperature=0)]
+        found = {"lambda": [round(lam, 4) for lam in lambdas(model, idx)]}
+        try:
+            prompt = enc.encode_ordinary("Once upon a time")
+        except ValueError:  # a tokenizer of letters may lack one of them
+            prompt = idx[0, :1].tolist()
+        start = torch.tensor([prompt], device=config.device)
+        new = [token.item() for token in model.generate(start, 40, temperature=0)]
     model.train()
-    text += enc.decode(tokens, errors="backslashreplace")  # not every pipe can print U+FFFD
-    return {"lambda": [round(x.item(), 4) for x in lambdas if x.ndim == 0], "sample": text}
+    return found | dict(sample=enc.decode(prompt + new, errors="backslashreplace"))
 
 
 # ---- a run
 
-def refuse_another(there, here):
-    """SystemExit if the run that is there, by the first line of its log, is not the one here."""
-    for name, value in here.items():
-        if name not in FREE and there.get(name) != value:
-            difference = f"{name} is {there.get(name)!r} there and {value!r} here"
-            sys.exit(f"{here['out']} is another run: {difference}. Take another --out or --restart")
+# what may differ when a run goes on: these don't say what the run is
+FREE = ("preset", "data", "out", "restart", "kernel", "batch_size", "eval_every", "log_every",
+        "device", "compile", "code", "torch", "date")
 
 
-def open_run(config, data, val):
-    """Opens the run's folder, but not another run's. Returns the first line of its log."""
+def describe(config, data, val):
+    """The first line of a run's log: its settings, as they ran, its data and its code.
+
+    ValueError for a model that can't be, or too little data.
+    """
+    if min(len(data), len(val)) <= config.block_size:
+        raise ValueError(f"--data={config.data} is too short for blocks of {config.block_size}")
+    block = Block(config, depth=0)  # which says what None means for its arm
+    run = asdict(config) | dict(mlp_width=block.mlp.up_proj.out_features)
+    if config.subln is None:
+        run["subln"] = getattr(block.attn, "usual_subln", 0.0)
     ends = np.concatenate([data[:1000], data[-1000:], val[:1000], val[-1000:]])
-    if ends.max() >= config.vocab_size or min(len(data), len(val)) <= config.block_size:
-        raise ValueError(f"--data={config.data} is too short, or not of a tokenizer that we know")
-    head = asdict(config) | dict(train_tokens=len(data), val_tokens=len(val), ends=int(ends.sum()))
-    Path(config.out).mkdir(parents=True, exist_ok=True)
-    log = Path(config.out) / "log.jsonl"
-    if config.restart:
-        for path in (log.parent / "ckpt.pt", log):
-            path.unlink(missing_ok=True)
-    elif log.exists() and "}\n" in log.read_text():  # a kill may have cut its first line
-        refuse_another(json.loads(log.read_text().partition("\n")[0]), head)
-    return head | dict(torch=str(torch.__version__), date=time.strftime("%Y-%m-%d"))
+    run |= dict(train_tokens=len(data), val_tokens=len(val), ends=int(ends.sum()))
+    code = hashlib.sha256()
+    for module in ("model", __name__, type(block.attn).__module__):
+        file = getattr(sys.modules.get(module), "__file__", None)  # a notebook has none
+        code.update(Path(file).read_bytes() if file else b"")
+    today = time.strftime("%Y-%m-%d")
+    return run | dict(code=code.hexdigest()[:12], torch=str(torch.__version__), date=today)
 
 
-def resume(path, model, optimizer, head):
-    """Loads the checkpoint. Returns its step and its copy of the log, which ends there."""
-    try:
-        there = GPT.load(path)
-    except ValueError as e:
-        sys.exit(f"{e}. --restart discards that run")
-    refuse_another(there.extra["log"][0], head)
-    model.load_state_dict(there.state_dict())
-    optimizer.load_state_dict(there.extra["optimizer"])
-    return there.extra["step"], there.extra["log"]
+def checkpoint(run):
+    """The model that lies in the run's folder, or None. ValueError if it is another run's."""
+    path, log = Path(run["out"], "ckpt.pt"), Path(run["out"], "log.jsonl")
+    if run["restart"]:
+        return None
+    if not path.exists():
+        if log.exists() and "val_loss" in log.read_text():
+            raise ValueError(f"{path} is gone, but not its log: --restart discards that run")
+        return None
+    there = GPT.load(path)
+    first = there.extra["log"][0] if "log" in there.extra else {}
+    for name, here in run.items():
+        was = first.get(name)
+        if name not in FREE and was != here:
+            of = "--data's " if name in ("train_tokens", "val_tokens", "ends") else ""
+            difference = f"{of}{name} is {was!r} there and {here!r} here"
+            raise ValueError(f"{run['out']} is another run: {difference}. Take another --out, or "
+                             "--restart")
+    return there
 
 
-def train(config, head, data, val, tokenizer, rank=0, world=1):
-    """Trains one model to its last step. Returns the lines of its log."""
-    out = Path(config.out)
+@torch.no_grad()
+def check(config):
+    """SystemExit if an arm contradicts itself: a class may have changed one of its forms alone."""
+    config = replace(config, vocab_size=97, kernel="sdpa")
+    model = GPT(config).eval()
+    for p in model.parameters():
+        p.add_(0.05 * torch.randn_like(p))  # a gate that starts at 0 would hide a difference
+    idx = torch.arange(70)[None]  # more than a chunk of linear attention
+    lambdas(model, idx)  # if that fails, it does so now and not after the first 250 steps
+    whole = model(idx, idx)[0]
+    others = {}
+    state = {}
+    model(idx[:, :66], state=state)
+    if all(state["layers"]):
+        others["the same in two parts"] = model(idx[:, 66:], idx[:, 66:], state)[0]
+    if "make_map" in getattr(model.blocks[0].attn, "forms", ()):
+        config.kernel = "map"
+        others["make_map times V"] = model(idx, idx)[0]
+    for name, logits in others.items():
+        if not torch.allclose(logits, whole[:, -logits.shape[1] :], atol=1e-3):
+            sys.exit(f"{config.attn}: attend is not {name}. --kernel=map trains make_map")
+
+
+def write_log(out, log):
+    """Writes all lines of a log: those of a run are few."""
+    Path(out, "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
+
+
+def speed(config, size, step, logged, seconds):
+    """Tokens a second since the last step that was logged, and what follows from them."""
+    rate = (step - logged) * config.total_batch / seconds
+    found = dict(tok_per_s=round(rate))
+    found["minutes_left"] = (config.steps - step) * config.total_batch / rate / 60
+    if config.device.startswith("cuda") and torch.cuda.get_device_capability()[0] == 9:
+        # forward and backward as PaLM counts them (2204.02311, B), as if it were softmax
+        flops = 6 * size + 12 * config.n_layer * config.n_embd * config.block_size
+        found["mfu"] = rate * flops / (WORLD * 989e12)  # of the peak of an H100 or H200 in bf16
+    return found
+
+
+def train(config, run, data, val, tokenizer):
+    """Trains one model, from its checkpoint if there is one. Returns the lines of its log."""
+    if config.kernel != "map":
+        check(config)
     torch.manual_seed(config.seed)  # for an arm of your own that draws its first weights itself
     model = GPT(config, config.seed).to(config.device)
     optimizer = make_optimizer(model, config)
     size = sum(p.numel() for p in model.parameters())
-    step, log = 0, [head | dict(parameters=size)]
-    if (out / "ckpt.pt").exists():
-        step, log = resume(out / "ckpt.pt", model, optimizer, head)
-    if rank == 0:
+    out, step, log = run["out"], 0, [run | dict(parameters=size)]
+    there = checkpoint(run)
+    if there is not None:
+        model.load_state_dict(there.state_dict())
+        optimizer.load_state_dict(there.extra["optimizer"])
+        step, log = there.extra["step"], there.extra["log"]
+    if RANK == 0:
         print(f"{config.attn}: {size:,} parameters, from step {step} -> {out}")
-        (out / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
+        write_log(out, log)  # which now ends where the checkpoint does
+        if log[0].get("code") != run["code"]:
+            print(f"{out} began under other code than this, and goes on")
     compiled = model
     if config.compile and config.device.startswith("cuda"):
         torch.compiler.reset()  # or the later arms of a list would not be compiled any more
         # dynamic=False, or a smaller last batch of an evaluation would make all sizes unknown
         compiled = torch.compile(model, dynamic=False)
-    trained = DistributedDataParallel(compiled) if world > 1 else compiled
+    trained = DistributedDataParallel(compiled) if WORLD > 1 else compiled
 
     saved = logged = step
     clock = time.perf_counter()
     try:
         while step < config.steps and "diverged" not in log[-1]:
-            loss, grad_norm = training_step(trained, optimizer, data, config, step, rank, world)
+            loss, grad_norm = training_step(trained, optimizer, data, config, step)
             step += 1
             evaluate_now = step % config.eval_every == 0 or step == config.steps
             if not evaluate_now and step % config.log_every != 0:
                 continue  # to look at the loss we have to wait for the GPU
-            if world > 1:
+            if WORLD > 1:
                 dist.all_reduce(loss)
             record = dict(step=step, tokens=step * config.total_batch)
-            record |= dict(train_loss=loss.item() / world, grad_norm=grad_norm.item())
-            speed = (step - logged) * config.total_batch / (time.perf_counter() - clock)
-            record |= dict(lr=learning_rate(step - 1, config), tok_per_s=round(speed))
-            record["minutes_left"] = (config.steps - step) * config.total_batch / speed / 60
-            if config.device.startswith("cuda") and "H100" in torch.cuda.get_device_name():
-                # forward and backward as PaLM counts them (2204.02311, B), as if it were softmax
-                flops = 6 * size + 12 * config.n_layer * config.n_embd * config.block_size
-                record["mfu"] = speed * flops / (world * 989e12)  # of an H100's peak in bf16
+            record |= dict(train_loss=loss.item() / WORLD, grad_norm=grad_norm.item())
+            record["lr"] = learning_rate(step - 1, config)
+            record |= speed(config, size, step, logged, seconds=time.perf_counter() - clock)
             if evaluate_now:
-                record["val_loss"] = evaluate(compiled, val, config, rank, world)
-                record |= look_at(model, get_tokenizer(tokenizer), config)
+                record["val_loss"] = evaluate(compiled, val, config)
+                record |= look_at(model, val, get_tokenizer(tokenizer), config)
             if not math.isfinite(record["train_loss"] + record.get("val_loss", 0)):
                 # such a model does not recover, and must not replace the checkpoint
-                record = dict(step=step, diverged="the last checkpoint is kept. Try a lower --lr")
+                record = dict(step=step, diverged="it is not saved. Try a lower --lr")
             log.append(record)
-            if rank == 0:
-                with open(out / "log.jsonl", "a") as f:
-                    f.write(json.dumps(record) + "\n")
+            if RANK == 0:
+                if "val_loss" in record:  # saved before anything is printed: a pipe may break
+                    extra = dict(step=step, log=log, optimizer=optimizer.state_dict())
+                    model.save(Path(out, "ckpt.pt"), tokenizer=tokenizer, **extra)
+                    saved = step
+                write_log(out, log)
                 shown = {name: f"{x:.5g}" if type(x) is float else x for name, x in record.items()}
                 print(" | ".join(f"{name} {x}" for name, x in shown.items()), flush=True)
-            if rank == 0 and "val_loss" in record:
-                more = dict(step=step, log=log, optimizer=optimizer.state_dict())
-                model.save(out / "ckpt.pt", tokenizer=tokenizer, **more)
-                saved = step
             logged = step
             clock = time.perf_counter()
     except KeyboardInterrupt:
@@ -305,32 +392,43 @@ def train(config, head, data, val, tokenizer, rank=0, world=1):
 
 def main(argv=None):
     """Trains the runs that a command line asks for. Returns the last val loss of each."""
-    rank = int(os.environ.get("RANK", 0))  # torchrun starts `world` processes and numbers them
-    world = int(os.environ.get("WORLD_SIZE", 1))
     torch.set_float32_matmul_precision("high")  # TF32, where matmuls are in float32
-    try:
-        configs = parse(argv, world)
+    with one_sentence("train.py", ValueError, ImportError):
+        configs = parse(argv)
         data, val, tokenizer = load_data(configs[0].data)
-        configs = [replace(c, vocab_size=get_tokenizer(tokenizer).n_vocab) for c in configs]
-        heads = [open_run(config, data, val) for config in configs]
-    except (ValueError, OSError, ImportError) as e:
-        sys.exit(f"train.py: {e}")
-    if world > 1:
+        n_vocab = get_tokenizer(tokenizer).n_vocab
+        configs = [replace(config, vocab_size=n_vocab) for config in configs]
+        runs = [describe(config, data, val) for config in configs]
+        for run in runs:
+            checkpoint(run)  # another run is refused before the first arm is trained
+        for run in runs:
+            Path(run["out"]).mkdir(parents=True, exist_ok=True)
+    if WORLD > 1:
         if configs[0].device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group()
-    if rank == 0:
+    if configs[0].preset == "toy" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # at this size more threads mostly wait for one another
+    if RANK == 0:
         print(f"preset {configs[0].preset} on {configs[0].device}, {len(data):,} train tokens")
-    logs = [train(*run, data, val, tokenizer, rank, world) for run in zip(configs, heads)]
-    if world > 1:
+        if configs[0].device.startswith("mps"):
+            print("nobody has run this on mps yet: compare the first steps with --device=cpu")
+    with one_sentence("train.py"):
+        logs = [train(*each, data, val, tokenizer) for each in zip(configs, runs)]
+    if WORLD > 1:
         dist.destroy_process_group()
     losses = [log[-1].get("val_loss", math.inf) for log in logs]
-    if rank == 0:
+    if RANK == 0:
         for (first, *_, last), loss in zip(logs, losses):
             print(f"{first['attn']:16} val loss {loss:.4f}, {last.get('tok_per_s', 0):,} tokens/s, "
                   f"{first['parameters']:,} parameters")
-        print(f"sample from it:  python sample.py --ckpt={configs[-1].out}")
-        print(f"compare seeds:   python -m lab.losses {Path(configs[-1].out).parent}")
+        # an arm of your own is known to its file alone: then this is like python myarm.py
+        program = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])]
+        if Path(sys.argv[0]).name == "train.py":
+            program = ["python", "sample.py"]
+        out = Path(configs[-1].out)
+        print(f"sample from it:  {' '.join(program)} --ckpt={out}")
+        print(f"compare seeds:   python -m lab.losses {out.parent.parent}")
     return losses
 
 

@@ -18,8 +18,7 @@ has m c, and outvotes the right one from m = r / c on. With wrong logits around 
 minus that takes u from every pair moves this border to (r - u) / (c - u). If u is c, none outvotes.
 """
 import math
-from dataclasses import asdict, dataclass, fields
-from functools import partial
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +28,7 @@ from tqdm import tqdm
 
 from lab.arms import ATTENTION  # with softmax_sum and softmax_own
 from lab.stats import COLORS, markdown, new_figure, parser, read_json, renew, write_json
-from model import GPT, GPTConfig, SoftmaxAverage
+from model import GPT, GPTConfig
 
 QUERIES = 8
 RIGHT = 64 - QUERIES  # the pair that the first query asks for. A crowd is in those before it
@@ -101,7 +100,7 @@ class Reader(GPT):
     def __init__(self, run):
         config = GPTConfig(
             attn=run.arm, n_layer=1, n_embd=64, rope_theta=0,
-            n_head=run.heads * ATTENTION[run.arm].heads_per_value,
+            n_head=run.heads * ATTENTION[run.arm].maps_per_head,
             subln=float(run.norm),  # the same for all arms
             vocab_size=run.keys + run.values + 1,  # and the mark of a query
         )
@@ -117,15 +116,12 @@ class Reader(GPT):
         q = self.run.tau * math.sqrt(layer.d) * F.normalize(q, dim=-1)
         return q, F.normalize(k, dim=-1), v
 
-    def hold(self, lam):
-        """lam stands for lambda from now on. One map is read minus the average. None: its own."""
-        layer = self.blocks[0].attn
-        vars(layer).pop("lam", None)  # the methods of its class are back
-        vars(layer).pop("subtract", None)
-        if lam is not None:
-            layer.lam = lambda x: lam
-            if self.run.arm == "softmax":
-                layer.subtract = partial(SoftmaxAverage.subtract, layer)
+    def read_as(self, arm, lam):
+        """A Reader with these weights, as another arm, or the same one, whose lambda is lam."""
+        found = Reader(replace(self.run, arm=arm))
+        found.load_state_dict(self.state_dict(), strict=False)
+        found.blocks[0].attn.lam = lambda x: lam
+        return found.eval()
 
     def tokens(self, texts):
         """The embedded texts, (B, T, C): a token for each pair, and one for each query."""
@@ -204,10 +200,10 @@ def measure(reader):
             tests[f"+{more}{name}"] = (texts, more)
     found = {"lambda": reader.own_lambda()}
     found["own"] = {name: test(reader, *of_test) for name, of_test in tests.items()}
-    if reader.run.arm != "softmax_sum":  # which has no minus
-        reader.hold(1.0)
-        found["1"] = {name: test(reader, *of_test) for name, of_test in tests.items()}
-        reader.hold(None)
+    arm = reader.run.arm
+    if arm != "softmax_sum":  # which has no minus
+        held = reader.read_as("softmax_average" if arm == "softmax" else arm, lam=1.0)
+        found["1"] = {name: test(held, *of_test) for name, of_test in tests.items()}
     return found
 
 

@@ -30,7 +30,7 @@ def read_run(log):
     val_loss is inf if the run diverged. ValueError if it is not finished.
     """
     records = [json.loads(line) for line in Path(log).read_text(encoding="utf-8").splitlines()]
-    if not records or "attn" not in records[0]:
+    if not all(isinstance(record, dict) for record in records) or "attn" not in (records or [{}])[0]:
         raise ValueError("not a log of train.py")
     run = records[0]
     last = records[-1]
@@ -42,7 +42,7 @@ def read_run(log):
 
 
 def gather(folder):
-    """{settings of a row: {seed: run}} of all logs below folder. Prints what is left out."""
+    """{settings of a row: its runs} of all logs below folder. Prints what is left out."""
     rows = {}
     below = os.walk(folder, onerror=partial(print, "left out:"), followlinks=True)
     for here, folders, files in below:
@@ -51,16 +51,17 @@ def gather(folder):
             continue
         try:
             run = read_run(Path(here) / "log.jsonl")
-            seeds = rows.setdefault(tuple(run[name] for name in SETTINGS), {})
-            if run["seed"] in seeds:
-                other = seeds[run["seed"]]["path"]
+            runs = rows.setdefault(tuple(run[name] for name in SETTINGS), {})
+            same = (run["seed"], *(run.get(name) for name in SHARED))
+            if same in runs:
+                other = runs[same]["path"]
                 raise ValueError(f"the same arm, settings and seed as {other}, which counts")
-            seeds[run["seed"]] = run | dict(path=here)
+            runs[same] = run | dict(path=here)
             if run["val_loss"] == math.inf:
                 print(f"diverged: {here}")
         except (OSError, ValueError, KeyError) as e:
             print(f"left out: {here}: {e}")
-    return rows
+    return {key: list(runs.values()) for key, runs in rows.items() if runs}
 
 
 def describe(key, keys):
@@ -113,12 +114,13 @@ def main(argv=None):
         raise SystemExit(f"no run below {folder} is finished")
     order = {arm: number for number, arm in enumerate(ATTENTION)}  # softmax is first
     keys = sorted(found, key=lambda key: (order.get(key[0], len(order)), key))
-    rows = {key: list(found[key].values()) for key in keys}
+    rows = {key: found[key] for key in keys}
     for name in SHARED:
-        values = {str(run.get(name)) for runs in rows.values() for run in runs}
-        if len(values) > 1:
-            several = " and ".join(sorted(values))
-            raise SystemExit(f"these runs can't be compared: {name} is {several}")
+        where = {str(run.get(name)): run["path"] for runs in rows.values() for run in runs}
+        if len(where) > 1:
+            several = " and ".join(f"{value} in {path}" for value, path in sorted(where.items()))
+            raise SystemExit(f"these runs can't be compared: {name} is {several}. Name a folder "
+                             "that has only one kind")
     print(f"\n{stats.markdown(table_of(rows))}\n\n± is half of a 95 % interval")
     draw(rows, folder / "losses.png")
     print(f"-> {folder / 'losses.png'}")

@@ -30,9 +30,9 @@ def attention_maps(model, idx):
     rope = make_rope(model.config, idx.shape[1], idx.device, x.dtype)
     for block in model.blocks:
         h = block.norm1(x)
-        lam = None
-        if hasattr(block.attn, "lam"):
-            lam = block.attn.lam(h).mean().item()
+        lam = getattr(block.attn, "lam", None)
+        if lam is not None:
+            lam = torch.as_tensor(lam(h)).mean().item()
         found.append((block.attn.map(h)[0], lam))
         x = block(x, rope, {})
     return found

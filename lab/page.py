@@ -12,16 +12,15 @@ A pair's logit depends on its key and its value only, since there are no positio
 for each pair are enough: with its own value, and with that of the crowd.
 """
 import json
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from lab.lookup import QUERIES, RIGHT, STEPS, Reader, Texts, shown_models, shown_texts
+from lab.lookup import QUERIES, RIGHT, STEPS, Texts, shown_models, shown_texts
 from lab.stats import parser
-from model import make_rope
+from model import make_rope, softmax_map
 
 CROWDS = range(RIGHT + 1)
 LAMBDAS = [step / 10 for step in range(11)]  # and what a model has learned
@@ -55,16 +54,16 @@ def logits_of(reader):
         texts = first_texts(m, EXAMPLES)
         x = reader.blocks[0].norm1(reader.tokens(texts))
         q, k, _ = layer.project(x)
-        weights = layer.weights(q, k, make_rope(reader.config, x.shape[1], x.device, x.dtype))
-        row = weights[:, :, -QUERIES, : 1 - QUERIES].log()  # the first query sees no other one
+        maps = softmax_map(q, k, make_rope(reader.config, x.shape[1], x.device, x.dtype))
+        row = maps[:, :, -QUERIES, : 1 - QUERIES].log()  # the first query sees no other one
         row = row[..., :-1] - row[..., -1:]
         place = texts.rank.argsort(-1).argsort(-1)  # where each pair stands
         found[name] = row.gather(-1, place[:, None].expand(-1, row.shape[1], -1))
     found["crowd"] = found["crowd"][..., :RIGHT]
-    maps = []
+    lists = []
     for plain, crowd in zip(found["plain"].unbind(1), found["crowd"].unbind(1)):
-        maps.append(dict(plain=rounded(plain), crowd=rounded(crowd)))
-    return maps
+        lists.append(dict(plain=rounded(plain), crowd=rounded(crowd)))
+    return lists
 
 
 def rounded(logits):
@@ -72,28 +71,21 @@ def rounded(logits):
     return np.round(logits.double().numpy(), 4).tolist()
 
 
-def as_arm(reader, arm):
-    """The same weights, read as another arm, whose lambda is held."""
-    found = Reader(replace(reader.run, arm=arm))
-    found.load_state_dict(reader.state_dict(), strict=False)
-    return found
-
-
 @torch.no_grad()
-def answer_tables(reader, lambdas, B):
-    """What a model says, for each lambda and each crowd.
+def answer_tables(reader, arm, lambdas, B):
+    """What a model says, read as this arm, for each lambda and each crowd.
 
     right and crowd: how many thousandths of all answers are right, and are the crowd's value.
     says: the answer in each example, a letter for each crowd: (r)ight, the (c)rowd's, or (o)ther.
     """
     tables = dict(right=[], crowd=[], says=[[] for _ in range(EXAMPLES)])
     for lam in lambdas:
-        reader.hold(lam)
+        held = reader.read_as(arm, lam)
         rows = dict(right=[], crowd=[])
         letters = np.full((EXAMPLES, len(CROWDS)), "o")
         for m in CROWDS:
             texts = first_texts(m, B)
-            said = reader(texts).argmax(-1)  # (B, QUERIES)
+            said = held(texts).argmax(-1)  # (B, QUERIES)
             right = said == texts.answer()
             crowd = (said == texts.value[:, :1]) & (m > 0)
             rows["right"].append(round(1000 * right.float().mean().item()))
@@ -132,7 +124,7 @@ def collect(steps, B):
                 model["learned"][minus] = round(readers[trained].own_lambda(), 3)
                 lambdas = sorted({*LAMBDAS, model["learned"][minus]})
             model["lambdas"][minus] = lambdas
-            model["answers"][minus] = answer_tables(as_arm(readers[trained], arm), lambdas, B)
+            model["answers"][minus] = answer_tables(readers[trained], arm, lambdas, B)
         data["models"][cap] = model
     return data
 

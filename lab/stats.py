@@ -37,11 +37,11 @@ def load_checkpoint(path, device="cpu"):
     """(file, the GPT in it) of a file, a run's folder, or None: the newest below out/."""
     import lab.arms  # noqa: F401  with it checkpoints of those arms can be read, too
 
-    file = find_checkpoint(path)
     try:
+        file = find_checkpoint(path)
         return file, GPT.load(file, device)
-    except ValueError as e:
-        raise SystemExit(e) from None
+    except (OSError, ValueError) as e:
+        raise SystemExit(str(e)) from None
 
 
 def mean_interval(values):

@@ -1,4 +1,5 @@
 """prepare_fineweb.py, with corpora of every kind, and a stand-in for the hub."""
+import gzip
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 
 import prepare_fineweb
 import train
@@ -35,10 +37,15 @@ def corpora():
     Path("all/c [1].txt").write_text("one\ndocument\n")  # this is no pattern
     write_shard("all/d.bin", range(250))
     Path("all/README.md").write_text("It belongs to a folder.")
+    Path("packed").mkdir()
+    content = Path("all/a/0.jsonl").read_bytes()
+    Path("packed/a.jsonl.gz").write_bytes(gzip.compress(content))
+    Path("packed/b.jsonl.zst").write_bytes(zstandard.compress(content))
+    Path("packed/c.json").write_text(json.dumps([{"text": text} for text in TEXTS]))
     tokens = [token for text in TEXTS for token in [50256, *enc.encode_ordinary(text)]]
     shard = list(range(250))
     whole = tokens + tokens + [50256, *enc.encode_ordinary("one\ndocument\n")] + shard
-    return {"all/d.bin": shard, "all": whole} | dict.fromkeys(
+    return {"all/d.bin": shard, "all": whole, "packed": 3 * tokens} | dict.fromkeys(
         ["all/a/0.jsonl", "all/b.parquet", "hub"], tokens)
 
 
@@ -47,34 +54,38 @@ def prepare(*flags):
     return np.fromfile("o/val.bin", "<u2").tolist(), np.fromfile("o/train.bin", "<u2").tolist()
 
 
-@pytest.mark.parametrize("source", ["all/a/0.jsonl", "all/b.parquet", "all/d.bin", "all", "hub"])
+SOURCES = ["all/a/0.jsonl", "all/b.parquet", "all/d.bin", "all", "packed", "hub"]
+
+
+@pytest.mark.parametrize("source", SOURCES)
 def test_a_corpus_becomes_the_tokens_of_tiktoken(source, corpora, monkeypatch):
     rows = [{"text": text, "score": 3.0} for text in TEXTS]
     if source == "hub":
         monkeypatch.setattr(prepare_fineweb, "load_dataset", lambda *args, **kwargs: rows)
     val, rest = prepare("--val_tokens=6", *[f"--source={source}"] * (source != "hub"))
     assert val + rest == corpora[source]
-    assert len(val) < 30 and (rest[0] == 50256 or source == "all/d.bin")  # val ends with a text
+    assert len(val) == 6
     assert [x.tolist() for x in load_data("o")[:2]] == [rest, val]
 
 
 def test_what_was_stopped_cannot_be_trained_on_and_begins_anew(monkeypatch):
     write_shard("x.bin", range(1000))
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="stopped"):
         # stopped when all is written, and was about to get its name
         patch.setattr(os, "rename", lambda *args: signal.raise_signal(signal.SIGINT))
         prepare("--source=x.bin", "--val_tokens=100")
-    with pytest.raises(SystemExit, match="o can't be read"):
+    with pytest.raises(SystemExit, match="--data=o is not there"):
         train.main([*TOY, "--data=o"])
     whole = list(range(1000))
     assert prepare("--source=x.bin", "--val_tokens=200") == (whole[:200], whole[200:])
 
 
 @pytest.mark.parametrize("flags, says", [
-    ("--source=all --tokens=9 --val_tokens=9", "val_tokens must be above 0 and below tokens"),
+    ("--source=all --tokens=9 --val_tokens=9", "val_tokens must be 1 or more and below tokens"),
+    ("--source=all --ready", "--ready fetches FineWeb-Edu, and --source is your own text"),
     ("--source=all --out=all", "all is there already: delete it, or choose another --out"),
     ("--source=", "--source= is not there"),
-    ("--source=all", "tokens, all val: lower --val_tokens"),
+    ("--source=all", "tokens, which is not more than --val_tokens=100,000,000"),
     ("--source=all/README.md", "README.md has 0 tokens"),
     ("--source=no_text.jsonl", "no_text.jsonl can't be read: KeyError: 'text'"),
     ("--source=cut.parquet", "cut.parquet can't be read"),
@@ -86,6 +97,20 @@ def test_what_cannot_be_prepared_is_one_sentence(flags, says, corpora, monkeypat
     Path("cut.bin").write_bytes(Path("all/d.bin").read_bytes()[:-100])
     assert says in refusal(f"prepare_fineweb.py --out=o {flags}", monkeypatch, capsys)
     assert not Path("o").exists()
+
+
+def test_what_is_not_read_is_named(corpora, capsys):
+    os.symlink("../packed", "all/link")
+    Path("all/empty.jsonl").touch()
+    prepare("--source=all", "--val_tokens=6")
+    assert "not read: all/link, all/README.md, all/empty.jsonl" in capsys.readouterr().out
+
+
+def test_one_text_file_is_enough(corpora):
+    need_gpt2()
+    Path("novel.txt").write_text("Once upon a time " * 100)
+    val, rest = prepare("--source=novel.txt", "--val_tokens=50")
+    assert len(val) == 50 and len(rest) > 300
 
 
 def test_without_a_network_it_says_so_in_one_sentence(monkeypatch):

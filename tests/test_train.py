@@ -3,11 +3,13 @@ import itertools
 import math
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +19,8 @@ import sample
 import train
 from data import get_tokenizer, load_data, load_sequences
 from helpers import TOP, TOY, log_of, need_gpt2, refusal
-from model import ATTENTION, GPT, Softmax
+from model import ATTENTION, GPT, DiffLinear, GPTConfig, Softmax, average_map, linear_map
+from model import running_mean, softmax_attention, softmax_map
 
 STORY = "Once upon a time there was a Größe 🙂. " * 200
 
@@ -69,14 +72,21 @@ def test_the_rate_rises_to_its_peak_and_falls_to_0():
 @pytest.mark.parametrize("flags, says", [
     ("--atn=diff", "Unrecognized options: --atn=diff"),
     ("--lr=-1", "lr must be above 0"),
+    ("--lr=nan", "lr must be above 0"),
+    ("--seed=-1", "seed must be 0 or more"),
+    ("--warmup=-5", "warmup must be 0 or more"),
+    ("--mlp_width=0", "mlp_width must be above 0"),
+    ("--total_batch=-128", "total_batch must be above 0"),
     ("--attn=softmax,cosine", "one of softmax, softmax_average, diff, "),
     ("--attn=softmax,diff --n_head=1", "n_head must be a multiple of 2, not 1"),
     ("--total_batch=3000", "total_batch must be a multiple of 2048, not 3000"),
-    ("--device=tpu9", "tpu9"),
-    ("--device=cuda", "PyTorch sees no cuda here"),
+    ("--device=tpu9", "PyTorch sees no tpu9 here"),
+    ("--device=cuda:9", "PyTorch sees no cuda:9 here"),
+    ("--device=mps", "PyTorch sees no mps here"),
     ("--kernel=flash_attn", "flash_attn"),
     ("--out=short.txt/x", "short.txt"),
-    ("--data=short.txt", "short.txt is too short"),
+    ("--data=nowhere", "--data=nowhere is not there"),
+    ("--data=short.txt", "short.txt is too short for blocks of 256"),
     ("--data=latin1.txt", "latin1.txt can't be read as UTF-8 text"),
     ("--data=half", "half/train.bin can't be read as tokens"),
 ])
@@ -85,10 +95,28 @@ def test_what_a_command_line_gets_wrong_is_one_sentence(flags, says, monkeypatch
     Path("latin1.txt").write_bytes("Größe".encode("latin1") * 1000)
     Path("half").mkdir()
     Path("half/train.bin").write_bytes(b"1" * 9999)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # as if it were not installed
     assert says in refusal(f"train.py --preset=toy {flags}", monkeypatch, capsys)
     assert not list(Path().rglob("log.jsonl"))
+
+
+@pytest.mark.parametrize("rank, world", [("1", ""), ("0", "2"), ("2", "2")])
+def test_a_rank_without_torchrun_is_one_sentence(rank, world):
+    """A job script may have left it in the environment."""
+    env = {name: value for name, value in os.environ.items() if name != "MASTER_ADDR"}
+    command = [sys.executable, TOP / "train.py", *TOY]
+    ended = subprocess.run(command, env=env | dict(RANK=rank, WORLD_SIZE=world), text=True,
+                           capture_output=True)
+    assert ended.returncode == 1 and not Path("out").exists()
+    assert f"train.py: RANK is {rank} and WORLD_SIZE is {world or 1}: start it" in ended.stderr
+
+
+def test_help_names_all_arms(capsys):
+    with pytest.raises(SystemExit):
+        train.parse(["--help"])
+    said = capsys.readouterr().out.replace("│", " ")
+    assert ", ".join(ATTENTION) in " ".join(said.split())
 
 
 def test_a_run_writes_a_log_and_the_model_that_it_evaluated(story):
@@ -127,19 +155,49 @@ def test_val_of_the_toy_has_no_long_line_that_train_has():
     assert not lines[0] & lines[1]
 
 
-def test_data_of_nanogpt_trains_and_is_sampled(capsys):
-    tokens = np.array(need_gpt2().encode_ordinary(STORY), dtype=np.uint16)
-    Path("shakespeare").mkdir()
-    tokens.tofile("shakespeare/train.bin")
-    tokens[:200].tofile("shakespeare/val.bin")
-    Path("shakespeare/meta.pkl").write_bytes(b"no pickle")
+def write_tokens(folder, tokens):
+    Path(folder).mkdir()
+    np.array(tokens, dtype=np.uint16).tofile(f"{folder}/train.bin")
+    np.array(tokens[:200], dtype=np.uint16).tofile(f"{folder}/val.bin")
+
+
+def test_tokens_of_nanogpt_train_and_are_sampled(capsys):
+    tokens = need_gpt2().encode_ordinary(STORY)
+    write_tokens("shakespeare", tokens)
     train.main([*TOY, "--data=shakespeare", "--steps=4"])
-    assert "shakespeare/meta.pkl is not read" in capsys.readouterr().out
     sample.main(["--prompt=Once", "--max_new_tokens=5", "--device=cpu"])
     assert len(capsys.readouterr().out) > len("Once\n")
-    (tokens[:200] * 0 + 50257).tofile("shakespeare/val.bin")
-    with pytest.raises(SystemExit, match="=shakespeare is too short, or not of a tokenizer that"):
-        train.main([*TOY, "--data=shakespeare", "--out=other"])
+    write_tokens("foreign", [*tokens[:1500], 50300, *tokens])
+    with pytest.raises(SystemExit, match="foreign has a token 50300, and its tokenizer only 50257"):
+        train.main([*TOY, "--data=foreign", "--out=other"])
+
+
+def test_letters_of_nanogpt_train_and_are_sampled(monkeypatch, capsys):
+    letters = sorted(set(STORY))
+    write_tokens("char", [letters.index(letter) for letter in STORY])
+    itos = dict(enumerate(letters))
+    meta = dict(vocab_size=len(letters), itos=itos, stoi={c: i for i, c in itos.items()})
+    Path("char/meta.pkl").write_bytes(pickle.dumps(meta))
+    train.main([*TOY, "--data=char", "--steps=100", "--lr=1e-2", "--eval_every=100"])
+    head, *_, last = log_of("out/toy/softmax")
+    assert head["vocab_size"] == len(letters) + 1 and last["val_loss"] < 2
+    assert last["sample"].startswith("Once upon a time") and set(last["sample"]) <= set(letters)
+    said = say(capsys, "--prompt=Größe", "--temperature=0")
+    assert said.startswith("Größe 🙂. Once") or set(said) <= {*letters, "\n"}
+    says = refusal("sample.py --device=cpu --prompt=XYZ", monkeypatch, capsys)
+    assert "the tokenizer has no 'X'" in says
+
+
+def test_a_pickle_that_would_run_code_is_refused():
+    class RunsCode:
+        def __reduce__(self):
+            return os.mkdir, ("boom",)
+
+    write_tokens("char", list(range(50)) * 20)
+    Path("char/meta.pkl").write_bytes(pickle.dumps(dict(itos=RunsCode())))
+    with pytest.raises(SystemExit, match="char/meta.pkl can't be read as nanoGPT's letters"):
+        train.main([*TOY, "--data=char"])
+    assert not Path("boom").exists()
 
 
 def send_before(monkeypatch, number, module, name, n):
@@ -166,8 +224,9 @@ def test_killed_anywhere_a_run_ends_in_the_same_bits(monkeypatch):
     for place in [
         (train, "training_step", 3),  # before the first checkpoint
         (GPT, "save", 1),  # the log has four steps, and there is no checkpoint
-        (os, "replace", 2),  # a checkpoint lies there under its temporary name
+        (Path, "replace", 2),  # a checkpoint lies there under its temporary name
         (Path, "write_text", 1),  # the log is about to be cut to the steps of the checkpoint
+        (Path, "write_text", 5),  # the checkpoint is ahead of the log
         (train, "training_step", 6),
         (GPT, "save", 3),  # the log is ahead of the checkpoint
         (train, "training_step", 14),  # in the second arm
@@ -188,7 +247,7 @@ def test_killed_anywhere_a_run_ends_in_the_same_bits(monkeypatch):
 @pytest.mark.parametrize("place, stopped, saved", [
     ((train, "training_step", 3), 2, 0),
     ((train, "training_step", 8), 7, 4),
-    ((os, "replace", 2), 8, 4),  # while the second checkpoint is written
+    ((Path, "replace", 2), 8, 4),  # while the second checkpoint is written
 ])
 def test_ctrl_c_says_from_which_step_the_run_goes_on(place, stopped, saved, capsys):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as error:
@@ -212,27 +271,58 @@ def test_a_log_that_is_missing_or_cut_is_written_anew():
         assert log.read_bytes() == whole
 
 
-def test_another_run_is_refused_before_any_arm_is_trained(story, monkeypatch):
-    flags = [*TOY, "--attn=diff", "--steps=4", story]
-    train.main(flags)
-    before = log_of("out/toy/diff")
+@pytest.mark.parametrize("flag, difference", [
+    ("--steps=8", "steps is 4 there and 8 here"),
+    ("--subln=0.5", "subln is 1.0 there and 0.5 here"),
+    ("--data=other.txt", "--data's ends is "),
+])
+def test_another_run_is_refused_before_any_arm_is_trained(flag, difference, story):
     Path("other.txt").write_text(STORY.swapcase(), encoding="utf-8")
-    for flag, difference in [("--steps=8", "steps is 4 there"), ("--data=other.txt", "ends is ")]:
-        with pytest.raises(SystemExit, match=f"toy/diff is another run: {difference}.*--restart"):
-            train.main([*flags, "--attn=softmax,diff", flag])
-    assert not Path("out/toy/softmax/log.jsonl").exists()
+    flags = [*TOY, "--steps=4", story]
+    train.main([*flags, "--attn=diff"])
+    before = log_of("out/toy/diff")
+    with pytest.raises(SystemExit, match=f"toy/diff is another run: {difference}.*--restart"):
+        train.main([*flags, "--attn=softmax,diff", flag])
+    assert not Path("out/toy/softmax").exists()
     assert log_of("out/toy/diff") == before
-    with monkeypatch.context() as patch, pytest.raises(TypeError):  # stopped before it trains
-        patch.setattr(train, "train", None)
-        train.main([*flags, "--attn=softmax,diff", "--steps=8", "--restart"])
-    train.main([*flags, "--steps=8"])
+
+
+def test_restart_keeps_the_old_run_until_the_first_checkpoint_of_the_new_one(monkeypatch):
+    train.main([*TOY, "--steps=4", "--attn=diff"])
+    flags = [*TOY, "--steps=8", "--attn=diff", "--restart"]
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="goes on from step 0"):
+        send_before(patch, signal.SIGINT, train, "training_step", 3)
+        train.main(flags)
+    assert GPT.load("out/toy/diff/ckpt.pt").extra["log"][0]["steps"] == 4
+    with pytest.raises(SystemExit, match="steps is 4 there and 8 here"):
+        train.main(flags[:-1])
+    train.main(flags)
     assert [record["step"] for record in log_of("out/toy/diff")[1:]] == list(range(1, 9))
-    # a checkpoint of another run, and a damaged one
-    Path("other/diff").mkdir(parents=True)
-    for content in (Path("out/toy/diff/ckpt.pt").read_bytes(), b"damaged"):
-        Path("other/diff/ckpt.pt").write_bytes(content)
-        with pytest.raises(SystemExit, match="steps is 8 there|can't be loaded.*--restart"):
-            train.main([*flags, "--out=other"])
+
+
+def test_a_damaged_checkpoint_and_a_lost_one_are_named():
+    train.main([*TOY, "--steps=4"])
+    checkpoint, log = Path("out/toy/softmax/ckpt.pt"), log_of("out/toy/softmax")
+    checkpoint.write_bytes(b"damaged")
+    with pytest.raises(SystemExit, match="softmax/ckpt.pt can't be loaded: it is damaged"):
+        train.main([*TOY, "--steps=4"])
+    checkpoint.unlink()  # to save space, say
+    with pytest.raises(SystemExit, match="ckpt.pt is gone, but not its log: --restart discards"):
+        train.main([*TOY, "--steps=4"])
+    assert log_of("out/toy/softmax") == log
+
+
+def test_other_code_goes_on_and_says_so(monkeypatch, capsys):
+    class Mine(Softmax):
+        pass
+
+    Mine.__module__ = "mine"
+    monkeypatch.setitem(ATTENTION, "mine", Mine)
+    for content, said in [("a = 1", False), ("a = 1", False), ("a = 2", True)]:
+        Path("mine.py").write_text(content)
+        monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(__file__="mine.py"))
+        train.main([*TOY, "--steps=4", "--attn=mine"])
+        assert ("began under other code" in capsys.readouterr().out) == said
 
 
 def test_a_finished_run_is_found_by_the_same_settings_in_other_words(capsys):
@@ -246,7 +336,7 @@ def test_a_finished_run_is_found_by_the_same_settings_in_other_words(capsys):
         assert "from step 4 -> out/toy/diff" in capsys.readouterr().out
 
 
-def test_an_arm_that_diverges_keeps_its_checkpoint_and_the_others_go_on(monkeypatch, capsys):
+def test_an_arm_that_diverges_keeps_its_checkpoint_and_the_others_go_on(monkeypatch):
     usual = train.learning_rate
 
     def rate(step, config):
@@ -257,9 +347,161 @@ def test_an_arm_that_diverges_keeps_its_checkpoint_and_the_others_go_on(monkeypa
     assert softmax == math.inf and diff < 5
     assert "Try a lower --lr" in log_of("out/toy/softmax")[-1]["diverged"]
     assert GPT.load("out/toy/softmax/ckpt.pt").extra["step"] == 4
-    # as a program, whose exit code is 1
+
+
+def test_a_program_whose_run_diverges_exits_with_1(monkeypatch, capsys):
     refusal(" ".join(["train.py", *TOY, "--lr=1e30", "--out=high"]), monkeypatch, capsys)
     assert "diverged" in log_of("high/softmax")[-1]
+
+
+# ---- what can go wrong beside the command line
+
+def test_a_sample_that_stdout_cannot_print_ends_no_run():
+    Path("ru.txt").write_text("Съешь же ещё этих мягких булок. " * 200, encoding="utf-8")
+    flags = [*TOY, "--data=ru.txt", "--steps=100", "--eval_every=50", "--log_every=50", "--lr=1e-2"]
+    env = os.environ | dict(PYTHONIOENCODING="cp1252", OMP_NUM_THREADS="1")
+    subprocess.run([sys.executable, TOP / "train.py", *flags], env=env, check=True)
+    command = [sys.executable, TOP / "sample.py", "--prompt=Съешь", "--max_new_tokens=9"]
+    said = subprocess.check_output([*command, "--device=cpu"], env=env, text=True)
+    assert said.startswith("\\u0421\\u044a")
+
+
+@pytest.mark.parametrize("error, says", [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), "out of memory (CUDA out"),
+    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "out of memory"),
+    (RuntimeError("[enforce fail at x] . unexpected pos 576 vs 534"), "is the disk full?"),
+    (OSError(28, "No space left on device"), "No space left on device"),
+])
+def test_too_little_memory_or_disk_is_one_sentence_and_loses_nothing(error, says, monkeypatch):
+    def fail(*args, **kwargs):
+        raise error
+
+    train.main([*TOY, "--steps=4"])
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(torch, "save", fail)
+        train.main([*TOY, "--steps=8", "--restart"])
+    assert ended.value.code.startswith("train.py: ") and says in ended.value.code
+    assert GPT.load("out/toy/softmax/ckpt.pt").extra["step"] == 4
+    assert not Path("out/toy/softmax/ckpt.pt.tmp").exists()
+
+
+def test_a_programmers_mistake_keeps_its_traceback(monkeypatch):
+    class Wrong(Softmax):
+        def make_map(self, q, k, x, rope):
+            return q @ k  # shapes do not fit
+
+    monkeypatch.setitem(ATTENTION, "wrong", Wrong)
+    with pytest.raises(RuntimeError):
+        train.main([*TOY, "--attn=wrong"])
+
+
+def test_without_a_network_the_way_out_is_named(monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "empty")
+    monkeypatch.setattr("tiktoken.get_encoding", lambda _: open("https://there is no network"))
+    with pytest.raises(OSError, match="set TIKTOKEN_CACHE_DIR to a folder in which tiktoken has"):
+        get_tokenizer("gpt2")
+
+
+def test_a_folder_below_home_is_found(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    train.main([*TOY, "--steps=1", "--out=~/x"])
+    assert Path("home/x/softmax/ckpt.pt").exists() and not Path("~").exists()
+    sample.main(["--ckpt=~/x/softmax", "--max_new_tokens=1", "--device=cpu"])
+
+
+# ---- an arm of one's own
+
+class Contradiction(Softmax):
+    """Its attend is not its map."""
+
+    def make_map(self, q, k, x, rope):
+        return super().make_map(q, k, x, rope) / 2
+
+    attend = Softmax.attend
+
+
+class ZeroAtFirst(DiffLinear):
+    """The fold has a wrong sign, which a gate of 0 hides in a new model."""
+
+    def __init__(self, config, depth):
+        super().__init__(config, depth)
+        self.gate = torch.nn.Parameter(torch.zeros(()))
+
+    def lam(self, x):
+        return self.gate
+
+    def make_map(self, q, k, x, rope):
+        A = linear_map(q, k, rope)
+        return A[:, 0::2] + self.lam(x) * A[:, 1::2]
+
+    attend = DiffLinear.attend
+
+
+class ForgetsTheAverage(Softmax):
+    """It keeps softmax's state, and not the values that it averages."""
+
+    def make_map(self, q, k, x, rope):
+        A = softmax_map(q, k, rope)
+        return A - 0.5 * average_map(A)
+
+    def attend(self, q, k, v, x, rope, state):
+        y = softmax_attention(q, k, v, rope, state, self.config.kernel)
+        return y - 0.5 * running_mean(v, {})
+
+
+@pytest.mark.parametrize("arm, says", [
+    (Contradiction, "attend is not make_map times V"),
+    (ZeroAtFirst, "attend is not make_map times V"),
+    (ForgetsTheAverage, "attend is not the same in two parts"),
+])
+def test_an_arm_that_contradicts_itself_is_not_trained(arm, says, monkeypatch):
+    monkeypatch.setitem(ATTENTION, "mine", arm)
+    with pytest.raises(SystemExit, match=says):
+        train.main([*TOY, "--attn=mine"])
+    assert not Path("out/toy/mine/log.jsonl").exists()
+    train.main([*TOY, "--attn=mine", "--kernel=map", "--steps=1"])
+
+
+@pytest.mark.parametrize("lam", [
+    0.5, torch.nn.Parameter(torch.full((4,), 0.5)), lambda x: 0.5,
+    lambda x: torch.tensor([0.4, 0.6])[:, None, None],
+])
+def test_any_lambda_is_logged(lam, monkeypatch):
+    class Mine(Softmax):
+        def __init__(self, config, depth):
+            super().__init__(config, depth)
+            self.lam = lam
+
+    monkeypatch.setitem(ATTENTION, "mine", Mine)
+    train.main([*TOY, "--attn=mine", "--steps=4"])
+    assert log_of("out/toy/mine")[-1]["lambda"] == [pytest.approx(0.5, abs=0.02)]
+
+
+def test_lambda_of_the_second_version_is_its_mean_over_val(story):
+    train.main([*TOY, "--attn=diff_v2", "--steps=4", "--lr=0.1", story])
+    model = GPT.load("out/toy/diff_v2/ckpt.pt")
+    idx = load_sequences(load_data("story.txt")[1], range(4), 32)[:, :-1]
+    x = model.blocks[0].norm1(model.wte(idx))
+    expected = model.blocks[0].attn.lam(x).mean().item()
+    assert log_of("out/toy/diff_v2")[-1]["lambda"] == [pytest.approx(expected, abs=1e-4)]
+
+
+def test_the_file_of_an_arm_trains_and_samples():
+    Path("myarm.py").write_text(f"""import sys; sys.path.insert(0, {str(TOP)!r})
+import torch.nn.functional as F, model, sample, train
+class Sparse(model.Softmax):
+    def make_map(self, q, k, x, rope):
+        return F.relu(super().make_map(q, k, x, rope) - 0.05)
+model.ATTENTION["sparse"] = Sparse
+sample.main() if "--ckpt" in str(sys.argv) else train.main()
+""")
+    flags = [*TOY, "--attn=sparse", "--steps=2"]
+    env = os.environ | dict(OMP_NUM_THREADS="1")
+    said = subprocess.check_output([sys.executable, "myarm.py", *flags], env=env, text=True)
+    (command,) = [line for line in said.splitlines() if line.startswith("sample from it:")]
+    assert command.endswith("myarm.py --ckpt=out/toy/sparse")
+    flags = ["--device=cpu", "--max_new_tokens=5"]
+    subprocess.run([*command.split()[3:], *flags], env=env, check=True)
 
 
 def test_two_processes_give_the_losses_of_one(story):
@@ -288,7 +530,7 @@ def test_a_character_is_printed_as_soon_as_its_last_byte_is_there(capsys):
             yield torch.tensor([token])
             printed.append(capsys.readouterr().out)
 
-    sample.print_sample(tokens(), get_tokenizer("bytes"), ends=[256])
+    sample.print_sample(tokens(), get_tokenizer("bytes"))
     assert printed == ["", "é", "", "", "", "🙂", "a"]  # and then the text was over
 
 
@@ -308,12 +550,15 @@ def test_what_cannot_be_sampled_is_one_sentence(monkeypatch, capsys):
     def says(flags):
         return refusal(f"sample.py --device=cpu {flags}", monkeypatch, capsys)
 
-    assert says("") == "there is no checkpoint below out/: python train.py makes one"
-    assert "nowhere can't be loaded" in says("--ckpt=nowhere")
+    nothing = "sample.py: there is no checkpoint below out/: python train.py makes one"
+    assert says("") == nothing
+    assert "No such file or directory: 'nowhere'" in says("--ckpt=nowhere")
     assert "temperature must be 0 or more, and top_k 1 or more" in says("--top_k=0")
     with monkeypatch.context() as patch:  # an arm of another file
         patch.setitem(ATTENTION, "mine", type("Mine", (Softmax,), {}))
         train.main([*TOY, "--steps=1", "--attn=mine"])
     assert "attn is 'mine' (yours? run its file)" in says("--ckpt=out/toy/mine")
     os.truncate("out/toy/mine/ckpt.pt", 10_000)
-    assert "out/toy/mine/ckpt.pt can't be loaded" in says("")
+    assert "out/toy/mine/ckpt.pt can't be loaded: it is damaged" in says("")
+    GPT(GPTConfig(n_layer=1, n_embd=32, n_head=2, vocab_size=97)).save("ckpt.pt")
+    assert "ckpt.pt does not say its tokenizer" in says("--ckpt=ckpt.pt")

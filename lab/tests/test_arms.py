@@ -4,8 +4,9 @@ import math
 import pytest
 import torch
 
+import train
 from lab import arms
-from model import ATTENTION, GPT, GPTConfig, make_rope, phi
+from model import ATTENTION, GPT, GPTConfig, make_rope, phi, softmax_map
 
 torch.set_num_threads(1)
 T = 20
@@ -20,20 +21,20 @@ def make(attn, **settings):
     return layer, torch.randn(2, T, 32, dtype=torch.float64, generator=generator)
 
 
-def plain(attn, layer):
-    """(a layer of model.py with the parameters of ours, its maps of our x)"""
-    other, x = make(attn, subln=layer.config.subln)
-    other.load_state_dict({k: v for k, v in layer.state_dict().items() if k in other.state_dict()})
-    rope = make_rope(other.config, T, "cpu", x.dtype)
-    return other, other.weights(*other.project(x)[:2], rope)
+def maps_of(layer, x):
+    """The softmax maps of a layer's queries and keys, (B, H, T, T)."""
+    q, k, _ = layer.project(x)
+    return softmax_map(q, k, make_rope(layer.config, T, "cpu", x.dtype))
 
 
 @pytest.mark.parametrize("attn", OURS)
 def test_an_arm_is_its_map_without_the_future_and_is_sampled(attn):
-    layer, x = make(attn)
+    (config,) = train.parse(["--preset=toy", f"--attn={attn}", "--n_layer=2"])
+    train.check(config)  # that its two forms agree
+    layer, x = make(attn, subln=0.0)
     A = layer.map(x)
-    expected = layer.output(A @ layer.project(x)[2], x)
-    torch.testing.assert_close(layer(x), expected, rtol=1e-10, atol=1e-10)
+    y = (A @ layer.project(x)[2]).transpose(1, 2).flatten(2) @ layer.out_proj.weight.T
+    torch.testing.assert_close(layer(x), y, rtol=1e-10, atol=1e-10)
     assert not A.triu(1).any()
 
     model = GPT(GPTConfig(attn, **TINY))
@@ -53,44 +54,60 @@ def test_decay_makes_far_weights_smaller_before_they_are_normalized(attn, spans)
     distance = (torch.arange(T)[:, None] - torch.arange(T)).double()
     D = torch.stack([(-distance / span).exp().tril() for span in spans])
     if attn == "softmax_decay":
-        A = plain("softmax", layer)[1] * D
+        A = maps_of(layer, x) * D
         z = A.sum(-1, keepdim=True)
     else:
+        linear, _ = make("linear")
+        linear.load_state_dict(layer.state_dict())
         q, k, _ = layer.project(x)
         counted = (phi(q) @ phi(k).mT).tril()
-        A = plain("linear", layer)[1] * counted.sum(-1, keepdim=True) * D
+        A = linear.map(x) * counted.sum(-1, keepdim=True) * D
         z = (counted * D).sum(-1, keepdim=True)
     torch.testing.assert_close(layer.map(x), A / z)
 
 
-@pytest.mark.parametrize("attn, like, sign", [
-    ("softmax_sum", "diff", 1), ("diff_v2_minus", "diff_v2", -1), ("diff_v2_plus", "diff_v2", 1),
+def test_both_linear_maps_of_a_head_have_one_span():
+    decay, _ = make("diff_linear_decay")
+    assert (1 / arms.decay_rates(decay)).flatten().tolist() == pytest.approx([4, 4, 32, 32])
+
+
+@pytest.mark.parametrize("attn, like, sign, is_divided", [
+    ("softmax_sum", "diff", 1, True),
+    ("diff_v2_minus", "diff_v2", -1, True),
+    ("diff_v2_plus", "diff_v2", 1, True),
+    ("diff_v2_free_plus", "diff_v2", 1, False),
 ])
-def test_two_maps_whose_sizes_sum_to_1(attn, like, sign):
+def test_two_maps_with_a_sign(attn, like, sign, is_divided):
     layer, x = make(attn)
-    other, maps = plain(like, layer)
-    lam = other.lam(x)
+    maps = maps_of(layer, x)
+    lam = ATTENTION[like].lam(layer, x)
     assert (lam > 0).all()
-    expected = (maps[:, 0::2] + sign * lam * maps[:, 1::2]) / (1 + sign * lam)
+    expected = maps[:, 0::2] + sign * lam * maps[:, 1::2]
+    if is_divided:
+        expected = expected / (1 + sign * lam)
     torch.testing.assert_close(layer.map(x), expected)
 
 
-def test_the_other_arms_by_their_formula():
-    own, x = make("softmax_own")
-    _, A = plain("softmax", own)
-    torch.testing.assert_close(own.map(x), A - own.lambda_average * torch.eye(T, dtype=A.dtype))
-
-    gate, _ = make("gate")
-    _, A = plain("softmax", gate)
-    torch.testing.assert_close(gate.map(x), A * torch.sigmoid(gate.gate_proj(x)).mT[..., None])
+def test_gates():
+    gate, x = make("gate")
+    expected = maps_of(gate, x) * torch.sigmoid(gate.gate_proj(x)).mT[..., None]
+    torch.testing.assert_close(gate.map(x), expected)
     model = GPT(GPTConfig("gate", 4, 4, 128, vocab_size=257))
     assert sum(p.numel() for p in model.parameters()) == 820_864  # softmax has 820,352
 
+    two, x = make("two_gates")
+    a, b = torch.sigmoid(two.gate_proj(x)).mT[..., None].unflatten(1, (4, 2)).unbind(2)
+    maps = maps_of(two, x)
+    torch.testing.assert_close(two.map(x), a * maps[:, 0::2] + b * maps[:, 1::2])
+
+
+def test_parts_of_diff():
+    own, x = make("softmax_own")
+    expected = maps_of(own, x) - own.lambda_average * torch.eye(T).double()
+    torch.testing.assert_close(own.map(x), expected)
+
     factor, _ = make("softmax_factor")  # 1 - lambda_init of layer 1 is 0.6444909 (l = 2 in Eq. 3)
-    torch.testing.assert_close(factor(x), 0.6444909 * plain("softmax", factor)[0](x))
-
-    large, usual = [GPT(GPTConfig(arm, **TINY)) for arm in ("diff_large_embedding", "diff")]
-    assert torch.equal(large.wte.weight, 4 * usual.wte.weight)
-
-    decay, _ = make("diff_linear_decay")  # both maps of a head have the same span
-    assert (1 / arms.decay_rates(decay)).flatten().tolist() == pytest.approx([4, 4, 32, 32])
+    softmax, _ = make("softmax", subln=1.0)
+    softmax.load_state_dict(factor.state_dict())
+    torch.testing.assert_close(factor(x), 0.6444909 * softmax(x))
+    assert make("diff_constant")[0].lambda_init == 0.8

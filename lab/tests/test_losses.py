@@ -12,7 +12,8 @@ from lab import losses
 def write_run(folder, attn, seed, loss, steps_done=100, diverged=False, **settings):
     """A log as train.py writes it, with an evaluation at half of the steps and at the end."""
     config = replace(train.PRESETS["toy"], attn=attn, steps=100, seed=seed, vocab_size=257)
-    records = [asdict(config) | dict(train_tokens=1000, val_tokens=99, ends=7) | settings]
+    ran = dict(mlp_width=340, subln=float(attn == "diff"), train_tokens=1000, val_tokens=99, ends=7)
+    records = [asdict(config) | ran | settings]
     for step in range(50, steps_done + 1, 50):
         records.append(dict(step=step, val_loss=loss + (100 - step) / 100))
     if diverged:
@@ -74,5 +75,14 @@ def test_what_cannot_be_compared_is_refused(name):
         losses.main(["out"])
     write_run("out/b", "softmax", 1, 1.5)
     write_run("out/c", "softmax", 2, 1.5, **{name: 64})
-    with pytest.raises(SystemExit, match="these runs can't be compared: "):
+    where = f"{name} is .* in out/[bc] and .* in out/[bc]"
+    with pytest.raises(SystemExit, match=f"these runs can't be compared: {where}"):
         losses.main(["out"])
+
+
+def test_a_shorter_run_is_not_taken_for_the_same(capsys):
+    write_run("out/a", "softmax", 1, 1.5)
+    write_run("out/b", "softmax", 1, 1.7, steps=50)
+    with pytest.raises(SystemExit, match="steps is 100 in out/a and 50 in out/b"):
+        losses.main(["out"])
+    assert "left out" not in capsys.readouterr().out

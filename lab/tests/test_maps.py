@@ -14,8 +14,12 @@ def test_the_maps_are_those_of_the_model(attn):
     x = model.wte(idx)
     for block, (A, lam) in zip(model.blocks, maps.attention_maps(model, idx)):
         h = block.norm1(x)
-        y = block.attn.output(A[None] @ block.attn.project(h)[2], h)
-        torch.testing.assert_close(block.attn(h), y)
+        y = block.attn(h)
+        if block.attn.subln is None:
+            by_map = A[None] @ block.attn.project(h)[2]
+            by_map = by_map.transpose(1, 2).flatten(2) @ block.attn.out_proj.weight.T
+            torch.testing.assert_close(y, by_map)
+        torch.testing.assert_close(A[None], block.attn.map(h))
         assert lam == (None if attn == "softmax" else pytest.approx(block.attn.lam(h).item()))
         x = x + y
         x = x + block.mlp(block.norm2(x))

@@ -85,8 +85,8 @@ def shown(path, tmp_path, address="", script=""):
 def test_the_browser_shows_the_models(address, cap, minus, lam, m, text, small, tmp_path):
     dom = shown(small, tmp_path, address)
     trained, arm = page.MINUS["own" if minus == "nothing" else minus]
-    reader = page.as_arm(READERS[cap][trained], arm)
-    reader.hold(round(READERS[cap][trained].own_lambda(), 3) if lam is None else lam)
+    reader = READERS[cap][trained]
+    reader = reader.read_as(arm, round(reader.own_lambda(), 3) if lam is None else lam)
     texts = page.first_texts(m, 8)
     weights = reader.weights(texts)[text, 0, 0].tolist()
     others = [weights[i] for i in range(m, 64) if i != lookup.RIGHT]
