@@ -13,11 +13,11 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+import equations
 from model import ATTENTION, GPT, Attention, Diff, DiffV2, GPTConfig, Softmax
 from model import SoftmaxAverage, fused_attention, make_rope, next_token, phi, rotate, softmax_map
 
@@ -182,46 +182,10 @@ def test_the_map_the_fast_form_and_the_state_agree(attn, T):
 
 
 def by_the_papers_equations(layer, x):
-    """layer(x) and its map, in numpy and with none of model.py's code."""
-    B, T, C = x.shape
-    attn = layer.config.attn
-    d = C // layer.config.n_head
+    """layer(x) and its map, by equations.py. The layer is a model's second one."""
     weight = {name: p.numpy(force=True) for name, p in layer.named_parameters()}
-    x = x.numpy()
-    q, k = [
-        (x @ weight[f"{name}_proj.weight"].T).reshape(B, T, -1, d).swapaxes(1, 2) for name in "qk"
-    ]  # (B, H, T, d)
-    if attn == "diff_v2":  # the queries 2n and 2n + 1 have the key n
-        k = k.repeat(2, axis=1)
-    if attn in LINEAR:  # elu + 1
-        q, k = [np.where(a > 0, a + 1, np.exp(np.minimum(a, 0))) for a in (q, k)]
-    # RoFormer, Eq. 12: two neighbouring channels are a complex number, which is turned
-    turn = np.exp(1j * np.outer(np.arange(T), 10000 ** (-2 * np.arange(d // 2) / d)))  # (T, d/2)
-    q_turned, k_turned = [(a[..., 0::2] + 1j * a[..., 1::2]) * turn for a in (q, k)]
-    scores = (q_turned @ k_turned.conj().swapaxes(2, 3)).real  # (B, H, T, T)
-    if attn in LINEAR:
-        A = np.tril(scores) / np.tril(q @ k.swapaxes(2, 3)).sum(-1, keepdims=True)
-    else:
-        weights = np.tril(np.exp(scores / math.sqrt(d)))
-        A = weights / weights.sum(-1, keepdims=True)
-    if attn == "diff_v2":
-        lam = 1 / (1 + np.exp(-x @ weight["lambda_proj.weight"].T))  # (B, T, h)
-        A = A[:, 0::2] - lam.swapaxes(1, 2)[..., None] * A[:, 1::2]
-    elif "diff" in attn:  # Eq. 1 and 2. The second layer: l = 1, counted from 0
-        lambda_init = 0.8 - 0.6 * math.exp(-0.3 * 1)
-        lambda_1 = math.exp(weight["lambda_q1"] @ weight["lambda_k1"])
-        lambda_2 = math.exp(weight["lambda_q2"] @ weight["lambda_k2"])
-        A = A[:, 0::2] - (lambda_1 - lambda_2 + lambda_init) * A[:, 1::2]
-    if "average" in attn:
-        A = A - weight["lambda_average"] * np.tri(T) / np.arange(1, T + 1)[:, None]
-    h = A.shape[1]
-    y = A @ (x @ weight["v_proj.weight"].T).reshape(B, T, h, C // h).swapaxes(1, 2)
-    if "subln.weight" in weight:
-        y = y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-5) * weight["subln.weight"]
-        if attn in ("diff", "diff_linear"):  # Eq. 3
-            y = y * (1 - lambda_init)
-    y = y.swapaxes(1, 2).reshape(B, T, C) @ weight["out_proj.weight"].T
-    return torch.from_numpy(y), torch.from_numpy(A)
+    found = equations.layer(layer.config.attn, weight, x.numpy(), layer.config.n_head, depth=1)
+    return torch.from_numpy(found["y"]), torch.from_numpy(found["A"])
 
 
 @pytest.mark.parametrize("subln", [None, 0.0, 0.7])
