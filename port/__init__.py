@@ -1,0 +1,1 @@
+"""The room for ports of differential attention."""
