@@ -1,0 +1,82 @@
+"""
+What is wrong with my port of differential attention (arXiv 2410.05258)? This says it, on a CPU.
+
+    python -m port myport.py
+
+myport.py makes the layer in its smallest form, (B, T, C) to (B, T, C), and says its sizes:
+
+    from attention import MultiheadDiffAttn  # your code, in PyTorch
+    layer = MultiheadDiffAttn(embed_dim=64, depth=3, num_heads=4)
+    n_head = 8  # maps: two for each head. In version 2 it counts heads
+    depth = 3   # counted from 0
+
+It may also say version = 2 (DIFF V2), causal = False (an encoder), and which weight is what, if the
+guess is wrong: names = {"q": "W_q.weight", "v": ["v1.weight", "v2.weight"]}. A role is q, k, v,
+a fused one such as qkv in your order, o, norm, lambda_q1 and so on, lambda, or version 2's gate.
+All this may also follow the file's name:
+
+    python -m port attention.py "layer = MultiheadDiffAttn(64, 3, 4)" n_head=8 depth=3
+
+layer may be a function layer(x, w) of weights with Microsoft's names, w["q_proj.weight"].
+
+    BROKEN    sees the future, gives NaN, does not learn, ...
+    DIFFERS   computes something else than the paper
+    CHOICE    the paper's layer, but for something that one may choose
+    SAME      the paper's layer, with its weights in any usual order
+
+The exit code is 0 for SAME and CHOICE, 1 for DIFFERS and BROKEN, and 2 without a verdict.
+
+The weights are drawn anew in float32: biases are 0, and all heads have the same lambda, so what is
+wrong with one head's lambda alone does not show, nor does the eps of the norm. Frozen weights
+(requires_grad=False) count as tables, so unfreeze them first.
+"""
+import contextlib
+import inspect
+import io
+import sys
+import traceback
+import warnings
+
+import torch
+
+from port import load
+from port.mistakes import BROKEN, DIFFERS
+from port.problems import NoVerdict, say, their_frames
+from port.verdict import diagnose
+
+
+def main(arguments):
+    """Print the verdict on the layer of a file, and return the exit code."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__.strip())
+        return 0 if arguments else 2
+    path, *lines = arguments
+    torch.set_num_threads(1)  # for tensors as small as these, more are slower
+    warnings.simplefilter("ignore")  # the port's
+    sys.argv = [path]  # what we were given is nothing to the file
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # nor are its prints a part of the verdict
+            world = load.run(path, lines)
+            arguments = inspect.signature(diagnose).parameters
+            verdict = diagnose(**{name: world[name] for name in arguments if name in world})
+    except NoVerdict as problem:
+        return no_verdict(problem)
+    except SystemExit:
+        return no_verdict(f"{path} ends the program (sys.exit) before it is judged. Put that under "
+                          "if __name__ == '__main__':")
+    except Exception as problem:
+        if their_frames(problem):  # a mistake of ours would keep its traceback
+            return no_verdict(say(problem))
+        traceback.print_exc()
+        return 2
+    print(verdict)
+    return 1 if verdict.kind in (BROKEN, DIFFERS) else 0
+
+
+def no_verdict(why):
+    print(f"no verdict: {why}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

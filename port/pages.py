@@ -1,0 +1,50 @@
+"""
+Write port/mistakes.md from the list of mistakes.
+
+    python -m port.pages
+"""
+import textwrap
+from pathlib import Path
+
+from port.mistakes import BEYOND_THE_LAYER, BY_CODE, BY_NUMBER, FROM_OUTSIDE, NOTES
+
+HERE = Path(__file__).parent
+HEAD = """# What goes wrong in ports of differential attention
+
+`python -m port myport.py` looks for all of these. *It leaks* means: tokens see the future.
+The code is that of [paper.py](paper.py) and [wrong.py](wrong.py): y is (B, h, T, channels), scores
+and A are (B, h, maps, T, T). This page is written from [mistakes.py](mistakes.py), which also says
+what BROKEN, DIFFERS, CHOICE, SAME and NOTE are.
+"""
+
+
+def mistakes_page():
+    parts = [HEAD, "## Seen from outside", bullets(FROM_OUTSIDE), "## Measured", bullets(BY_NUMBER)]
+    parts.append("## Found by trying\n\nThe paper's step, and what ports have in its place.")
+    steps = dict.fromkeys((m.step, m.paper_code) for m in BY_CODE)  # in order, each once
+    for step, paper_code in steps:
+        parts.append(f"### {step}\n\n{block(paper_code)}")
+        for m in BY_CODE:
+            if (m.step, m.paper_code) == (step, paper_code):
+                parts += [wrap(f"{m.verdict} **{m.name}**: {m.sentence}", ""), block(m.port_code)]
+    parts += ["## Said beside the verdict", bullets(NOTES), "## Beyond the layer"]
+    beyond = [wrap(f"- **{name}**: {text}") for name, text in BEYOND_THE_LAYER.items()]
+    parts.append("\n".join(beyond))
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def bullets(mistakes):
+    return "\n".join(wrap(f"- {m.verdict} **{m.name}**: {m.sentence}") for m in mistakes)
+
+
+def wrap(text, indent="  "):
+    return textwrap.fill(text, 100, subsequent_indent=indent, break_on_hyphens=False,
+                         break_long_words=False)
+
+
+def block(code):
+    return f"```python\n{code}\n```"
+
+
+if __name__ == "__main__":
+    (HERE / "mistakes.md").write_text(mistakes_page(), encoding="utf-8")

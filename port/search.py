@@ -1,0 +1,219 @@
+"""
+Which mistakes make the paper's layer into the port? Found by trying, the fewest mistakes first.
+
+Where W_q is 0, all maps are flat, and what makes the scores plays no part. So there are two stages:
+first mistakes with which our layer equals the port while the maps are flat, and then, with these,
+some that show only where the maps are sharp. Numbers are fitted: a factor, lambda_init, the scale.
+If that explains nothing, theta is fitted as well, and fewer channels may turn.
+"""
+import itertools
+import math
+import sys
+import time
+from dataclasses import replace
+
+from port import paper, wrong
+from port.compare import Draw
+from port.mistakes import BY_CODE, CHOICE, DIFFERS, SAME
+
+SECONDS = 18  # of one core, for a search
+MOST = 5  # mistakes at once that are called DIFFERS
+COST = {DIFFERS: 100, CHOICE: 10, SAME: 1}  # of as many mistakes, the smallest sum comes first
+THETAS = (1e4, 100.0, 1e6)  # where the search for theta begins
+WITHOUT_THETA = (wrong.no_turn, wrong.turn_both_maps, wrong.turn_both_maps_by_halves)
+NOT_OF_SOFTMAX = ("values", "subtract", "norm", "rms", "gain", "output")  # steps
+
+
+class TooLong(Exception):
+    """A search has used up its time."""
+
+
+class Clock:
+    """Counts combinations, says after five seconds that it is still looking, and ends a search."""
+
+    def __init__(self):
+        self.tries = 0
+        self.began = time.monotonic()
+        self.has_spoken = False
+
+    def tick(self):
+        self.tries += 1
+        if not self.has_spoken and time.monotonic() - self.began > 5:
+            self.has_spoken = True
+            print(f"still looking for causes, after {self.tries} combinations. It may take "
+                  f"{SECONDS} seconds of one core", file=sys.stderr)
+        if time.process_time() > self.ends:
+            raise TooLong
+
+    def within(self, seconds, search):
+        """What a function finds in so many seconds of one core, or None."""
+        self.ends = time.process_time() + seconds
+        try:
+            return search()
+        except TooLong:
+            return None
+
+
+class Found:
+    """What explains a port: mistakes, and w of two draws, with the numbers that were fitted."""
+
+    def __init__(self, mistakes, error, w, again):
+        self.mistakes = mistakes
+        self.error = error
+        self.w = w
+        self.again = again
+
+
+class Search:
+    """The search for one port, with what it has tried so far."""
+
+    def __init__(self, port, ways, x, clock, seconds=SECONDS, most=MOST):
+        self.port = port
+        self.steps = paper.steps_of(port.version, port.causal)
+        self.clock = clock
+        self.seconds = seconds
+        self.most = most
+        self.flat_errors = [math.inf]
+        self.sharp_errors = [math.inf]
+        self.fitting = []  # [(mistakes, tries), ...] with which it is right while maps are flat
+        self.tries = []  # for each order of fused rows and each way to call it: three draws
+        for order, way in itertools.product(port.orders(), ways):
+            flat = Draw(port, way, x, order, seed=1, flat=True)
+            if flat.has_the_sizes_of(self.steps):
+                sharp = Draw(port, way, x, order, seed=1, flat=False)
+                other = Draw(port, way, x, order, seed=2, flat=False)
+                self.tries.append((flat, sharp, other))
+
+    def run(self):
+        """Found, or None."""
+        if not self.tries:
+            return None
+        found = self.clock.within(0.6 * self.seconds, self.search)
+        if not found and self.port.uses_order:
+            found = self.clock.within(0.4 * self.seconds, self.search_with_another_rotary)
+        return found
+
+    def search(self):
+        for mistakes in cheapest_first(self.possible(is_sharp=False), self.most):
+            tries = [draws for draws in self.tries if self.is_right_where_flat(draws, mistakes)]
+            if not tries:
+                continue
+            self.fitting.append((mistakes, tries))
+            for more in cheapest_first(self.possible(is_sharp=True), 2):
+                found = self.fit(mistakes + more, tries)
+                if found:
+                    return found
+
+    def search_with_another_rotary(self):
+        d = self.tries[0][0].w.d
+        shares = [n for n in (d, d // 2, d // 4, 3 * d // 4) if n >= 2 and n % 2 == 0]
+        sharp = self.possible(is_sharp=True)
+        for mistakes, tries in self.fitting:
+            for wrong_ones, turned, theta in itertools.product((0, 1), shares, THETAS):
+                for more in sorted(combinations(sharp, wrong_ones), key=cost):
+                    found = self.fit(mistakes + more, tries, turned, theta)
+                    if found:
+                        return found
+
+    def is_right_where_flat(self, draws, mistakes):
+        steps = changed(self.steps, mistakes)
+        if steps is None:
+            return False
+        self.clock.tick()
+        if any(mistake.needs_lambda for mistake in mistakes):
+            error, _ = draws[0].fit(steps)
+        else:
+            error = draws[0].error(steps)
+        self.flat_errors.append(error)
+        return error < self.port.tolerance
+
+    def fit(self, mistakes, tries, turned=None, theta=None):
+        """Found, if our layer with these mistakes equals the port, for two draws of its weights."""
+        steps = changed(self.steps, mistakes)
+        if steps is None or (theta and steps.turn in WITHOUT_THETA):
+            return None
+        if self.port.causal and self.port.sees_future and not any(m.leaks for m in mistakes):
+            return None
+        for _, sharp, other in tries:
+            self.clock.tick()
+            error, w = sharp.fit(steps, turned, theta)
+            if error < self.port.tolerance:
+                error, again = other.fit(steps, turned, theta)
+            self.sharp_errors.append(error)
+            if error < self.port.tolerance:
+                return Found(mistakes, error, w, again)
+        return None
+
+    def possible(self, is_sharp):
+        """The mistakes that are possible in this port: a list of them for each step."""
+        port, w = self.port, self.tries[0][0].w
+        kinds = ["", f"version {port.version}"]
+        if w.kv < w.h:
+            kinds.append("grouped")
+        found = {}
+        for mistake in BY_CODE:
+            step = mistake.step
+            if mistake.is_sharp != is_sharp or mistake.only not in kinds:
+                continue
+            if port.causal and mistake.leaks and not port.sees_future:
+                continue
+            if not port.causal and step == "maps":  # these are about a mask
+                continue
+            if not port.uses_order and step == "turn" and mistake.name != "no rotary":
+                continue
+            if mistake.name == ("no norm weight" if port.has_gain else "norm weight 1 + w"):
+                continue
+            if port.version == 0 and (step in NOT_OF_SOFTMAX or mistake.needs_lambda):
+                continue
+            found.setdefault(step, []).append(mistake)
+        return list(found.values())
+
+    def where_it_failed(self):
+        where = "where q and k are split, turned, compared or subtracted"
+        apart = min(self.sharp_errors)
+        if min(self.flat_errors) > self.port.tolerance:
+            where = "already where W_q = 0 makes all maps flat"
+            apart = min(self.flat_errors)
+        return (f"Nothing on the list explains it, in {self.clock.tries} combinations. They part "
+                f"{where}, by {apart:.2g} of the largest output.")
+
+
+def changed(steps, mistakes):
+    """The steps with mistakes, or None where two of them want the same place."""
+    changes = {}
+    for mistake in mistakes:
+        if changes.keys() & mistake.steps.keys():
+            return None
+        changes |= mistake.steps
+    return replace(steps, **changes)
+
+
+def cheapest_first(lists, most):
+    """Combinations of mistakes, at most so many of them called DIFFERS."""
+    for wrong_ones in range(most + 1):
+        yield from sorted(combinations(lists, wrong_ones), key=cost)
+
+
+def combinations(lists, wrong_ones):
+    """All ways to take at most one mistake of each list, of which so many are called DIFFERS."""
+    if not lists:
+        if wrong_ones == 0:
+            yield ()
+        return
+    yield from combinations(lists[1:], wrong_ones)
+    for mistake in lists[0]:
+        left = wrong_ones - level(mistake)
+        if left >= 0:
+            for others in combinations(lists[1:], left):
+                yield (mistake, *others)
+
+
+def level(mistake):
+    """As how many it counts. What is rare is tried later."""
+    if mistake.verdict != DIFFERS:
+        return 0
+    return 2 if mistake.is_rare else 1
+
+
+def cost(mistakes):
+    return sum(COST[mistake.verdict] for mistake in mistakes)

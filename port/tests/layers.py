@@ -1,0 +1,569 @@
+"""Layers as people write them: right ones in several manners, and wrong ones, each with its slip.
+
+They share no code with port/paper.py and port/wrong.py. 4 heads of two maps, C = 64, d = 8.
+"""
+import math
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+INIT = 0.8 - 0.6 * math.exp(-0.3 * 3)  # of depth 3
+VECTORS = ["lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"]
+
+
+def tables(T, d, theta=10000.0):
+    """Cosines and sines, (T, d/2)."""
+    angle = torch.arange(T)[:, None] / theta ** (torch.arange(0, d, 2) / d)
+    return angle.cos(), angle.sin()
+
+
+def rotate_neighbours(x, cos, sin):
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
+
+
+def rotate_halves(x, cos, sin):
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+class Right(nn.Module):
+    """The paper's layer with Microsoft's names. kv: heads that have keys."""
+
+    theta = 10000.0
+    scale = 8**-0.5
+    lambda_init = INIT
+
+    def __init__(self, kv=4):
+        super().__init__()
+        self.kv = kv
+        self.q_proj = nn.Linear(64, 64, bias=False)
+        self.k_proj = nn.Linear(64, 16 * kv, bias=False)
+        self.v_proj = nn.Linear(64, 16 * kv, bias=False)
+        self.out_proj = nn.Linear(64, 64, bias=False)
+        self.subln = nn.RMSNorm(16, eps=1e-5)
+        for name in VECTORS:
+            self.register_parameter(name, nn.Parameter(torch.randn(8) / 10))
+
+    def forward(self, x):
+        q, k, v = self.split(x)
+        q, k = self.turn(q), self.turn(k)
+        k, v = self.repeat(k, v)
+        A = self.attention(q @ k.mT * self.scale)  # (B, 8, T, T)
+        y = self.subtract(A, v)  # (B, 4, T, 16)
+        return self.finish(y)
+
+    def split(self, x):
+        """q (B, 8, T, 8), k (B, 2 kv, T, 8), v (B, kv, T, 16)"""
+        q = self.q_proj(x).unflatten(-1, (8, 8)).transpose(1, 2)
+        k = self.k_proj(x).unflatten(-1, (-1, 8)).transpose(1, 2)
+        v = self.v_proj(x).unflatten(-1, (-1, 16)).transpose(1, 2)
+        return q, k, v
+
+    def turn(self, m):
+        return rotate_neighbours(m, *tables(m.shape[2], 8, self.theta))
+
+    def repeat(self, k, v):
+        times = 4 // self.kv
+        k = k.unflatten(1, (-1, 2)).repeat_interleave(times, 1).flatten(1, 2)
+        return k, v.repeat_interleave(times, 1)
+
+    def attention(self, scores):
+        return self.mask(scores).softmax(-1)
+
+    def mask(self, scores):
+        later = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
+        return scores.masked_fill(later, -math.inf)
+
+    def lam(self):
+        first = (self.lambda_q1 * self.lambda_k1).sum().exp()
+        second = (self.lambda_q2 * self.lambda_k2).sum().exp()
+        return first - second + self.lambda_init
+
+    def subtract(self, A, v):
+        return (A[:, 0::2] - self.lam() * A[:, 1::2]) @ v
+
+    def finish(self, y):
+        y = self.norm(y) * (1 - self.lambda_init)
+        return self.out_proj(self.merge(y))
+
+    def norm(self, y):
+        return self.subln(y)
+
+    def merge(self, y):
+        return y.transpose(1, 2).reshape(y.shape[0], y.shape[2], 64)
+
+
+# ---- right layers in other manners
+
+class Fused(Right):
+    """One projection for all, scaled_dot_product_attention, and a bias."""
+
+    def __init__(self):
+        super().__init__()
+        del self.q_proj, self.k_proj, self.v_proj
+        self.c_attn = nn.Linear(64, 192)
+
+    def forward(self, x):
+        q, k, v = self.c_attn(x).chunk(3, dim=-1)
+        q = self.turn(q.unflatten(-1, (8, 8)).transpose(1, 2))
+        k = self.turn(k.unflatten(-1, (8, 8)).transpose(1, 2))
+        v = v.unflatten(-1, (4, 16)).transpose(1, 2)
+        first = F.scaled_dot_product_attention(q[:, 0::2], k[:, 0::2], v, is_causal=True)
+        second = F.scaled_dot_product_attention(q[:, 1::2], k[:, 1::2], v, is_causal=True)
+        return self.finish(first - self.lam() * second)
+
+
+class Apart(Right):
+    """A projection for each map, so the maps are in two blocks, and rotary by halves."""
+
+    def __init__(self):
+        super().__init__()
+        del self.q_proj, self.k_proj, self.out_proj
+        for name in ("wq1", "wq2", "wk1", "wk2"):
+            setattr(self, name, nn.Linear(64, 32, bias=False))
+        self.wo = nn.Linear(64, 64)
+
+    def forward(self, x):
+        v = self.v_proj(x).view(*x.shape[:2], 4, 16).transpose(1, 2)
+        first = self.one_map(self.wq1(x), self.wk1(x)) @ v
+        second = self.one_map(self.wq2(x), self.wk2(x)) @ v
+        y = self.subln(first - self.lam() * second) * (1 - INIT)
+        return self.wo(self.merge(y))
+
+    def one_map(self, q, k):
+        q = q.view(*q.shape[:2], 4, 8).transpose(1, 2)
+        k = k.view(*k.shape[:2], 4, 8).transpose(1, 2)
+        cos, sin = tables(q.shape[2], 8)
+        return self.attention(rotate_halves(q, cos, sin) @ rotate_halves(k, cos, sin).mT / 8**0.5)
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Linear(64, 16, bias=False)
+        self.key = nn.Linear(64, 16, bias=False)
+        self.value = nn.Linear(64, 16, bias=False)
+
+    def forward(self, x, lam):
+        cos, sin = tables(x.shape[1], 8)
+        maps = []
+        for q, k in zip(self.query(x).chunk(2, -1), self.key(x).chunk(2, -1)):
+            scores = rotate_neighbours(q, cos, sin) @ rotate_neighbours(k, cos, sin).mT / 8**0.5
+            future = torch.full_like(scores[0], -math.inf).triu(1)
+            maps.append((scores + future).softmax(-1))
+        return (maps[0] - lam * maps[1]) @ self.value(x)
+
+
+class ListOfHeads(Right):
+    """A module for each head. It gives its maps as well."""
+
+    def __init__(self):
+        super().__init__()
+        del self.q_proj, self.k_proj, self.v_proj
+        self.heads = nn.ModuleList(Head() for _ in range(4))
+
+    def forward(self, x):
+        y = [self.subln(head(x, self.lam())) * (1 - INIT) for head in self.heads]
+        return self.out_proj(torch.cat(y, -1)), None
+
+
+class ComplexTable(Right):
+    """Llama's manner: a complex table and a mask come from outside, and the output is alone."""
+
+    def forward(self, x, freqs_cis, attn_mask):
+        self.table = freqs_cis
+        self.given = attn_mask
+        return super().forward(x)
+
+    def turn(self, m):
+        pairs = torch.view_as_complex(m.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * self.table).flatten(-2)
+
+    def mask(self, scores):
+        return scores + self.given
+
+
+class Version2(nn.Module):
+    """DIFF V2. kv: heads that have keys."""
+
+    def __init__(self, kv=4):
+        super().__init__()
+        self.kv = kv
+        self.wq = nn.Linear(64, 128, bias=False)
+        self.wk = nn.Linear(64, 16 * kv, bias=False)
+        self.wv = nn.Linear(64, 16 * kv, bias=False)
+        self.wo = nn.Linear(64, 64, bias=False)
+        self.lambda_proj = nn.Linear(64, 4)
+
+    def forward(self, x):
+        cos, sin = tables(x.shape[1], 16)
+        q = rotate_neighbours(self.wq(x).unflatten(-1, (8, 16)).transpose(1, 2), cos, sin)
+        k = rotate_neighbours(self.wk(x).unflatten(-1, (-1, 16)).transpose(1, 2), cos, sin)
+        v = self.wv(x).unflatten(-1, (-1, 16)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, *self.repeat(k, v), is_causal=True)  # (B, 8, T, 16)
+        y = self.subtract(y, self.gate(x))
+        return self.wo(y.transpose(1, 2).flatten(2))
+
+    def repeat(self, k, v):
+        return k.repeat_interleave(8 // self.kv, 1), v.repeat_interleave(8 // self.kv, 1)
+
+    def gate(self, x):
+        return self.lambda_proj(x).sigmoid().mT[..., None]
+
+    def subtract(self, y, lam):
+        return y[:, 0::2] - lam * y[:, 1::2]
+
+
+def function(x, w):
+    """A function of weights."""
+    layer = Right()
+    return torch.func.functional_call(layer, w, x)
+
+
+# ---- wrong in one thing, or in two
+
+class GroupNormOverTime(Right):
+    """As in the code of a paper: nn.GroupNorm takes (B, C, T)."""
+
+    def __init__(self):
+        super().__init__()
+        del self.subln
+        self.group_norm = nn.GroupNorm(4, 64)
+
+    def norm(self, y):
+        B, h, T, c = y.shape
+        y = self.group_norm(y.transpose(2, 3).reshape(B, h * c, T))
+        return y.unflatten(1, (h, c)).transpose(2, 3)
+
+
+class CountsFromOne(GroupNormOverTime):
+    lambda_init = 0.8 - 0.6 * math.exp(-0.3 * 4)
+
+
+class NoMask(Right):
+    def mask(self, scores):
+        return scores
+
+
+class NoMaskAndScale(NoMask):
+    scale = 16**-0.5
+
+
+class NoMaskAndBothMapsTurned(NoMask):
+    def turn(self, m):
+        both = m.unflatten(1, (-1, 2)).transpose(2, 3).flatten(3)  # (B, 4, T, 16)
+        both = rotate_halves(both, *tables(m.shape[2], 16))
+        return both.unflatten(-1, (2, 8)).transpose(2, 3).flatten(1, 2)
+
+
+class BooleanMaskAdded(Right):
+    """As in a public judge: the mask is boolean, and += takes True for 1."""
+
+    def mask(self, scores):
+        mask = torch.ones_like(scores[0, 0]).triu(1) == 1
+        scores += mask
+        return scores
+
+
+class MaskOnFirstMap(Right):
+    def mask(self, scores):
+        masked = super().mask(scores)
+        masked[:, 1::2] = scores[:, 1::2]
+        return masked
+
+
+class MaskAfterSoftmax(Right):
+    """-inf is put in after the softmax."""
+
+    def attention(self, scores):
+        return self.mask(scores.softmax(-1))
+
+
+class OffByOne(Right):
+    def mask(self, scores):
+        hidden = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(2)
+        return scores.masked_fill(hidden, -math.inf)
+
+
+class LateLeak(Right):
+    """It works in pieces of 16 tokens, and forgot the mask within the later ones."""
+
+    def mask(self, scores):
+        i = torch.arange(scores.shape[-1])
+        hidden = i[None, :] > i[:, None]
+        hidden &= ~((i[None, :] // 16 == i[:, None] // 16) & (i[:, None] >= 16))
+        return scores.masked_fill(hidden, -math.inf)
+
+
+class SoftmaxTwice(Right):
+    def subtract(self, A, v):
+        A = A[:, 0::2] - self.lam() * A[:, 1::2]
+        return self.mask(A).softmax(-1) @ v
+
+
+class MaskBetweenTwoSoftmaxes(Right):
+    def attention(self, scores):
+        return scores.softmax(-1)
+
+    def subtract(self, A, v):
+        A = A[:, 0::2] - self.lam() * A[:, 1::2]
+        return self.mask(A).softmax(-1) @ v
+
+
+class ValuesTiled(Right):
+    """All 8 maps go through one SDPA, and the values are repeated in the wrong order."""
+
+    def subtract(self, A, v):
+        y = A @ v.repeat(1, 2, 1, 1)
+        return y[:, 0::2] - self.lam() * y[:, 1::2]
+
+
+class MapsReadAsTokens(Right):
+    def split(self, x):
+        q, k, v = super().split(x)
+        return self.reread(q), self.reread(k), v
+
+    def reread(self, m):
+        B, _, T, d = m.shape
+        m = m.reshape(B, 4, T, 2, d)
+        return m.transpose(2, 3).flatten(1, 2)
+
+
+class HeadsNotTransposed(Right):
+    def split(self, x):
+        B, T, _ = x.shape
+        q = self.q_proj(x).view(B, 4, T, 16)
+        k = self.k_proj(x).view(B, 4, T, 16)
+        v = self.v_proj(x).view(B, 4, T, 16)
+        return self.to_maps(q), self.to_maps(k), v
+
+    def to_maps(self, m):
+        first, second = m.chunk(2, dim=-1)
+        return torch.stack((first, second), 2).flatten(1, 2)
+
+
+class MergeNotTransposed(Right):
+    def merge(self, y):
+        return y.reshape(y.shape[0], y.shape[2], 64)
+
+
+class RepeatedBeforeSplit(Right):
+    """As in Microsoft's naive file."""
+
+    def __init__(self):
+        super().__init__(kv=2)
+
+    def repeat(self, k, v):
+        return k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+
+
+class NoNorm(Right):
+    """It is built, and never used."""
+
+    def norm(self, y):
+        return y
+
+
+class NormOverAllHeads(Right):
+    def __init__(self):
+        super().__init__()
+        self.subln = nn.LayerNorm(64)
+
+    def finish(self, y):
+        return self.out_proj(self.subln(self.merge(y)) * (1 - INIT))
+
+
+class NormAfterOutProj(Right):
+    def __init__(self):
+        super().__init__()
+        self.subln = nn.LayerNorm(64)
+
+    def finish(self, y):
+        return self.subln(self.out_proj(self.merge(y)))
+
+
+class NoRotary(Right):
+    def turn(self, m):
+        return m
+
+
+class Theta(Right):
+    theta = 500000.0
+
+
+class TableTooWide(Right):
+    """The table was made for 16 channels, and its first half is used."""
+
+    def turn(self, m):
+        cos, sin = tables(m.shape[2], 16)
+        return rotate_neighbours(m, cos[:, :4], sin[:, :4])
+
+
+class HalfRotary(Right):
+    def turn(self, m):
+        turned = rotate_halves(m[..., :4], *tables(m.shape[2], 4))
+        return torch.cat((turned, m[..., 4:]), -1)
+
+
+class QKNorm(Right):
+    def turn(self, m):
+        return super().turn(F.rms_norm(m, m.shape[-1:]))
+
+
+class ConstantInit(Right):
+    lambda_init = 0.8
+
+
+class NextLayersInit(Right):
+    lambda_init = 0.8 - 0.6 * math.exp(-0.3 * 4)
+
+
+class NoFactor(Right):
+    def finish(self, y):
+        return self.out_proj(self.merge(self.subln(y)))
+
+
+class LambdaIsANumber(Right):
+    """Its vectors are there, and not used."""
+
+    def lam(self):
+        return INIT
+
+
+class LambdaOfAScalar(Right):
+    def __init__(self):
+        super().__init__()
+        for name in VECTORS:
+            delattr(self, name)
+        self.lambda_param = nn.Parameter(torch.tensor(0.5))
+
+    def lam(self):
+        return self.lambda_param
+
+
+class SameMapTwice(Right):
+    """The second map is made of the first one's queries and keys."""
+
+    def subtract(self, A, v):
+        return (A[:, 0::2] - self.lam() * A[:, 0::2]) @ v
+
+
+class OverHeads(Right):
+    """No transpose: heads attend to heads."""
+
+    def forward(self, x):
+        q = self.q_proj(x).unflatten(-1, (8, 8))  # (B, T, 8, 8)
+        k = self.k_proj(x).unflatten(-1, (8, 8))
+        v = self.v_proj(x).unflatten(-1, (4, 16)).repeat_interleave(2, 2)
+        y = (q @ k.mT * self.scale).softmax(-1) @ v  # (B, T, 8, 16)
+        y = self.subln(y[:, :, 0::2] - self.lam() * y[:, :, 1::2]) * (1 - INIT)
+        return self.out_proj(y.flatten(2))
+
+
+class TimeFirst(Right):
+    """(T, B, C) is expected."""
+
+    def forward(self, x):
+        return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+
+class DropoutAlwaysOn(Right):
+    def merge(self, y):
+        return F.dropout(super().merge(y), 0.1)
+
+
+class FlashDiffers(Right):
+    """A switch of forward's that gives something else."""
+
+    def forward(self, x, use_flash=False):
+        self.scale = 16**-0.5 if use_flash else 8**-0.5
+        return super().forward(x)
+
+
+class EvalDiffers(Right):
+    def merge(self, y):
+        y = super().merge(y)
+        return y if self.training else 2 * y
+
+
+class GateWithoutSigmoid(Version2):
+    def gate(self, x):
+        return self.lambda_proj(x).mT[..., None]
+
+
+class PairsByChunks(Version2):
+    def subtract(self, y, lam):
+        return y[:, :4] - lam * y[:, 4:]
+
+
+# ---- right, but awkward
+
+class HalfPrecision(Right):
+    """q, k and v go through float16."""
+
+    def split(self, x):
+        return [m.half().float() for m in super().split(x)]
+
+    def attention(self, scores):
+        return super().attention(scores.half()).float()
+
+
+class Autocast(Right):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+class AutocastConstantInit(Autocast):
+    lambda_init = 0.8
+
+
+class Talkative(Right):
+    def forward(self, x):
+        print("shapes", x.shape)
+        return super().forward(x)
+
+
+class ZeroLambdas(Right):
+    """The start of a converter: these vectors never leave 0."""
+
+    def __init__(self):
+        super().__init__()
+        for name in VECTORS:
+            nn.init.zeros_(getattr(self, name))
+
+
+class PlainSoftmax(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.c_attn = nn.Linear(64, 192)
+        self.c_proj = nn.Linear(64, 64)
+
+    def forward(self, x):
+        q, k, v = [m.unflatten(-1, (8, 8)).transpose(1, 2) for m in self.c_attn(x).chunk(3, -1)]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = Right()
+        self.norm = nn.RMSNorm(64)
+        self.fc = nn.Linear(64, 64)
+
+    def forward(self, x):
+        x = x + self.attn(self.norm(x))
+        return x + self.fc(x)
+
+
+class Residual(Right):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+class NumpyLayer:
+    def __call__(self, x):
+        return x

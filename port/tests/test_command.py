@@ -1,0 +1,123 @@
+"""`python -m port myport.py`: what it prints, and its exit code."""
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from port.__main__ import main
+
+HERE = "from port.tests import layers\n"
+RIGHT = HERE + "layer, n_head, depth = layers.Right(), 8, 3\n"
+
+
+@pytest.fixture(autouse=True)
+def leave_no_trace(monkeypatch):
+    """The command changes what can be imported, and takes .cuda() away."""
+    monkeypatch.setattr(torch.Tensor, "cuda", torch.Tensor.cuda)
+    monkeypatch.setattr(torch.nn.Module, "cuda", torch.nn.Module.cuda)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "dont_write_bytecode", sys.dont_write_bytecode)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    before = dict(sys.modules)
+    yield
+    sys.modules.clear()
+    sys.modules.update(before)
+
+
+def run(text, *lines, name="myport.py"):
+    Path(name).write_text(text)
+    return main([name, *lines])
+
+
+@pytest.mark.parametrize("text, code, words", [
+    (RIGHT, 0, "SAME"),
+    (HERE + "layer, n_head, depth = layers.ConstantInit(), 8, 3", 0, "CHOICE   lambda_init"),
+    (HERE + "layer, n_head, depth = layers.NoFactor(), 8, 3", 1, "DIFFERS  factor"),
+    (HERE + "layer, n_head, depth = layers.OffByOne(), 8, 3", 1, "BROKEN   sees the future"),
+])
+def test_a_verdict_has_its_exit_code(text, code, words, capsys):
+    assert run(text) == code
+    assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text, words", [
+    ("x = 3", "there is no layer: add layer = "),
+    ("layer = 1 / 0", "ZeroDivisionError: division by zero (myport.py, line 1: layer = 1 / 0)"),
+    ("def f(:", "SyntaxError"),
+    (RIGHT + "import sys; sys.exit(0)", "myport.py ends the program (sys.exit)"),
+    ("import argparse\nargparse.ArgumentParser().parse_args(['--no'])", "ends the program"),
+    ("import jax.numpy as jnp\nlayer = None", "imports jax. port runs PyTorch layers only"),
+    ("import mlx.core as mx\nlayer = None", "port/vectors.md"),
+    (HERE + "layer = layers.NumpyLayer()", "port/vectors.md"),
+    (HERE + "layer, n_head = layers.Right(), 4", "is version = 1, n_head = 8 meant"),
+    ("import torch\nclass L(torch.nn.Module):\n"
+     "    def __init__(self): super().__init__(); self.q = torch.nn.Linear(64, 64)\n"
+     "    def forward(self, x):\n        assert x is None\n"
+     "layer = L()", "AssertionError (myport.py, line 5: assert x is None)"),
+])
+def test_without_a_verdict_it_is_two_and_one_sentence(text, words, capsys):
+    assert run(text) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and words in output.err and "Traceback" not in output.err
+
+
+def test_a_missing_file_and_no_file(capsys):
+    assert main(["missing.py"]) == 2
+    assert "there is no file" in capsys.readouterr().err
+    assert main([]) == 2
+    assert main(["--help"]) == 0
+    assert "The exit code is 0 for SAME and CHOICE" in capsys.readouterr().out
+
+
+def test_its_own_prints_are_swallowed(capsys):
+    text = HERE + "print('hello')\nlayer, n_head, depth = layers.Talkative(), 8, 3"
+    assert run(text) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("SAME") and "hello" not in output and "shapes" not in output
+
+
+def test_lines_behind_the_file_change_its_flags():
+    text = HERE + ("RIGHT = False\nclass L(layers.Right):\n    def mask(self, s):\n"
+                   "        return super().mask(s) if RIGHT else s\n"
+                   "layer, n_head, depth = L(), 8, 3")
+    assert run(text) == 1
+    assert run(text, "RIGHT=True", name="again.py") == 0
+
+
+def test_stand_ins_and_relative_imports(capsys):
+    """What needs a GPU has a stand-in, and a file may import its neighbours with a dot."""
+    Path("code-of-mine").mkdir()
+    Path("code-of-mine/parts.py").write_text(HERE + "from flash_attn import flash_attn_func\n")
+    text = ("import torch\nfrom apex.normalization import FusedRMSNorm\nfrom .parts import *\n"
+            "class L(layers.Right):\n"
+            "    def __init__(self):\n"
+            "        super().__init__()\n"
+            "        self.subln = FusedRMSNorm(16, eps=1e-5, elementwise_affine=True)\n"
+            "    def forward(self, x):\n"
+            "        q, k, v = self.split(x.cuda())\n"
+            "        q, k, v = [m.transpose(1, 2) for m in (self.turn(q), self.turn(k), v)]\n"
+            "        y = [flash_attn_func(q[:, :, i::2], k[:, :, i::2], v, causal=True)\n"
+            "             for i in (0, 1)]\n"
+            "        return self.finish((y[0] - self.lam() * y[1]).transpose(1, 2))\n"
+            "layer, n_head, depth = L(), 8, 3")
+    assert run(text, name="code-of-mine/attention.py") == 0
+    assert "apex can't be imported here, a stand-in is in its place" in capsys.readouterr().err
+
+
+def test_it_says_after_five_seconds_that_it_is_still_looking(capsys, monkeypatch):
+    now = iter(range(0, 10**9, 3))
+    monkeypatch.setattr("port.search.time.monotonic", lambda: next(now))
+    assert run(RIGHT) == 0
+    output = capsys.readouterr()
+    assert output.err.count("still looking") == 1 and output.out.startswith("SAME")
+
+
+def test_as_a_program():
+    Path("myport.py").write_text(RIGHT)
+    top = Path(__file__).parents[2]
+    result = subprocess.run([sys.executable, "-m", "port", Path("myport.py").resolve()], cwd=top,
+                            capture_output=True, text=True)
+    assert result.returncode == 0 and result.stdout.startswith("SAME\nread with n_head=8")

@@ -1,0 +1,213 @@
+"""Layers as people write them get the right verdict, all its causes, or a sentence that helps."""
+import pytest
+import torch
+
+from port import diagnose
+from port.tests import layers
+
+torch.set_num_threads(1)  # for tensors as small as these, more are slower
+
+RIGHT = [layers.Right, layers.Fused, layers.Apart, layers.ListOfHeads, layers.ComplexTable,
+         layers.HalfPrecision, layers.Autocast]
+WRONG = [
+    (layers.GroupNormOverTime, "BROKEN", "norm over time, mean subtracted"),
+    (layers.CountsFromOne, "BROKEN", "norm over time, mean subtracted, lambda_init"),
+    (layers.NoMask, "BROKEN", "no mask"),
+    (layers.NoMaskAndScale, "BROKEN", "no mask, scale"),
+    (layers.NoMaskAndBothMapsTurned, "BROKEN", "no mask, rotary over both maps"),
+    (layers.BooleanMaskAdded, "BROKEN", "boolean mask added"),
+    (layers.MaskOnFirstMap, "BROKEN", "mask on one map"),
+    (layers.OffByOne, "BROKEN", "mask off by one"),
+    (layers.SoftmaxTwice, "DIFFERS", "softmax twice"),
+    (layers.MaskBetweenTwoSoftmaxes, "BROKEN", "mask between two softmaxes"),
+    (layers.ValuesTiled, "DIFFERS", "values tiled"),
+    (layers.MapsReadAsTokens, "BROKEN", "maps read as tokens"),
+    (layers.HeadsNotTransposed, "BROKEN", "heads not transposed"),
+    (layers.MergeNotTransposed, "BROKEN", "merge not transposed"),
+    (layers.RepeatedBeforeSplit, "DIFFERS", "repeated before split"),
+    (layers.NoNorm, "DIFFERS", "no norm"),
+    (layers.NormOverAllHeads, "DIFFERS", "norm over all heads, mean subtracted"),
+    (layers.NormAfterOutProj, "DIFFERS", "norm after out_proj, mean subtracted, factor"),
+    (layers.NoRotary, "CHOICE", "no rotary"),
+    (layers.QKNorm, "DIFFERS", "qk-norm"),
+    (layers.NextLayersInit, "DIFFERS", "lambda_init"),
+    (layers.NoFactor, "DIFFERS", "factor"),
+    (layers.LambdaOfAScalar, "DIFFERS", "lambda"),
+    (layers.PlainSoftmax, "DIFFERS", "plain softmax, no rotary"),
+]
+
+
+def names(verdict):
+    return set(verdict.differs + verdict.choices)
+
+
+def text_of(verdict):
+    """The verdict as one line."""
+    return " ".join(str(verdict).split())
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_a_right_layer_is_the_same(kind):
+    verdict = diagnose(kind(), n_head=8, depth=3)
+    assert verdict.kind == "SAME" and verdict.explained
+
+
+@pytest.mark.parametrize("kv", [1, 2])
+def test_grouped_keys_and_version_2_are_right(kv):
+    assert diagnose(layers.Right(kv), n_head=8, depth=3).kind == "SAME"
+    assert diagnose(layers.Version2(kv), n_head=4, version=2).kind == "SAME"
+
+
+@pytest.mark.parametrize("kind, verdict, causes", WRONG)
+def test_a_wrong_layer_is_named(kind, verdict, causes):
+    found = diagnose(kind(), n_head=8, depth=3)
+    assert found.kind == verdict and found.explained
+    assert names(found) == set(causes.split(", "))
+
+
+@pytest.mark.parametrize("kind, causes", [
+    (layers.GateWithoutSigmoid, "lambda"),
+    (layers.PairsByChunks, "V2 pairs by chunks"),
+])
+def test_a_wrong_second_version_is_named(kind, causes):
+    found = diagnose(kind(), n_head=4, version=2)
+    assert found.kind == "DIFFERS" and names(found) == {causes}
+
+
+# ---- numbers are measured, and some are a choice
+
+@pytest.mark.parametrize("kind, verdict, name, number", [
+    (layers.ConstantInit, "CHOICE", "lambda_init", "yours is 0.8000"),
+    (layers.AutocastConstantInit, "CHOICE", "lambda_init", "yours is 0.8"),
+    (layers.NextLayersInit, "DIFFERS", "lambda_init", "that of layer 4"),
+    (layers.Theta, "CHOICE", "rotary base", "yours is 500000"),
+    (layers.HalfRotary, "CHOICE", "rotary share", "Yours turns 4 of 8"),
+    (layers.TableTooWide, "DIFFERS", "rotary table", "yours is 100"),
+])
+def test_numbers_are_measured(kind, verdict, name, number):
+    found = diagnose(kind(), n_head=8, depth=3)
+    assert (found.kind, names(found)) == (verdict, {name})
+    assert number in text_of(found)
+
+
+# ---- what is seen from outside
+
+@pytest.mark.parametrize("kind, name", [
+    (layers.MaskAfterSoftmax, "NaN"),
+    (layers.DropoutAlwaysOn, "random"),
+    (layers.TimeFirst, "mixes samples"),
+    (layers.OverHeads, "no past"),
+    (layers.LateLeak, "sees the future"),
+    (layers.FlashDiffers, "switch"),
+    (layers.EvalDiffers, "switch"),
+    (layers.LambdaIsANumber, "dead weights"),
+    (layers.SameMapTwice, "dead weights"),
+])
+def test_what_is_seen_from_outside(kind, name):
+    verdict = diagnose(kind(), n_head=8, depth=3)
+    assert verdict.kind == "BROKEN" and name in verdict.broken
+
+
+def test_a_leak_beyond_the_first_tokens_is_said_with_its_place():
+    assert "In a text of 272 tokens" in text_of(diagnose(layers.LateLeak(), 8, 3))
+
+
+def test_one_mistake_is_told_once():
+    norm = diagnose(layers.NoNorm(), 8, 3)
+    assert norm.differs == ["no norm"] and "built and never used: subln.weight" in text_of(norm)
+    number = diagnose(layers.LambdaIsANumber(), 8, 3)
+    assert number.broken == ["dead weights"] and number.differs == []
+    assert "lambda is a constant" in text_of(number)
+
+
+def test_an_unused_weight_of_a_norm_does_not_make_a_layer_wrong():
+    class Unused(layers.Right):
+        def norm(self, y):
+            return torch.nn.functional.rms_norm(y, [16], eps=1e-5)
+
+    verdict = diagnose(Unused(), 8, 3)
+    assert verdict.kind == "CHOICE" and verdict.choices == ["no norm weight"]
+
+
+def test_a_start_from_zeros_is_said_and_does_not_change_the_verdict():
+    verdict = diagnose(layers.ZeroLambdas(), 8, 3)
+    assert verdict.kind == "SAME" and "lambda_q1, lambda_k1" in str(verdict)
+    assert "zeros" not in str(diagnose(layers.Right(), 8, 3))
+    out = layers.Right()
+    torch.nn.init.zeros_(out.out_proj.weight)  # this one leaves 0 at the first step
+    assert "zeros" not in str(diagnose(out, 8, 3))
+
+
+def test_its_rounding_is_said():
+    assert "float16 or bfloat16" in str(diagnose(layers.HalfPrecision(), 8, 3))
+    assert "float16" not in str(diagnose(layers.Right(), 8, 3))
+
+
+def test_what_is_not_on_the_list_has_no_cause():
+    class Unknown(layers.Right):
+        def subtract(self, A, v):
+            return super().subtract(A, v).abs()
+
+    verdict = diagnose(Unknown(), 8, 3)
+    assert (verdict.kind, verdict.explained, names(verdict)) == ("DIFFERS", False, set())
+    assert "Nothing on the list explains it" in str(verdict)
+
+
+# ---- what a user may say wrongly
+
+def test_an_encoder():
+    verdict = diagnose(layers.NoMask(), 8, 3)
+    assert "If the layer is an encoder, say causal = False" in text_of(verdict)
+    assert diagnose(layers.NoMask(), 8, 3, causal=False).kind == "SAME"
+
+
+@pytest.mark.parametrize("kind, said, sentence", [
+    (layers.Right, dict(n_head=4), "is version = 1, n_head = 8 meant"),
+    (layers.Right, dict(n_head=16), "is version = 1, n_head = 8 meant"),
+    (layers.Right, dict(version=2), "is version = 1, n_head = 8 meant"),
+    (layers.Version2, dict(), "is version = 2, n_head = 4 meant"),
+    (layers.Version2, dict(version=2), "is version = 2, n_head = 4 meant"),
+    (layers.LambdaOfAScalar, dict(n_head=4), "is n_head = 8 meant"),
+    (layers.Block, dict(), "Is it a whole block.* layer = yours.attn"),
+    (layers.Residual, dict(), "it adds a residual"),
+    (layers.NumpyLayer, dict(), "PyTorch layers only.*port/vectors.md"),
+    (layers.Right, dict(n_head=7), "is even, and not 7"),
+    (layers.Right, dict(version=3), "version is 1 or 2, not 3"),
+    (layers.Right, dict(names={"q": "W_q"}), "names has 'q': 'W_q'.*the weights are lambda_q1"),
+])
+def test_a_sentence_that_helps(kind, said, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        diagnose(kind(), **dict(n_head=8, depth=3) | said)
+
+
+def test_a_class_or_nothing_is_no_layer():
+    for layer in (layers.Right, None):
+        with pytest.raises(ValueError, match="add layer = YourAttention"):
+            diagnose(layer)
+
+
+def test_names_takes_several_weights_a_role():
+    class Odd(layers.Apart):
+        def __init__(self):
+            super().__init__()
+            self.alpha, self.beta_ = self.wq1, self.wq2
+            del self.wq1, self.wq2
+
+        def forward(self, x):
+            self.__dict__.update(wq1=self.alpha, wq2=self.beta_)
+            return super().forward(x)
+
+    names = {"q": ["alpha.weight", "beta_.weight"]}
+    verdict = diagnose(Odd(), 8, 3, names=names)
+    assert verdict.kind == "SAME"
+    assert "alpha" not in str(verdict)  # it was told, and so is no guess
+
+
+def test_only_what_is_a_guess_is_said():
+    lines = str(diagnose(layers.Right(), 8, 3)).splitlines()
+    assert lines[1] == "read with n_head=8, depth=3, version=1, causal=True"
+    assert "c_attn.weight as qkv" in str(diagnose(layers.Fused(), 8, 3))
+
+
+def test_a_function_of_weights():
+    assert diagnose(layers.function, 8, 3).kind == "SAME"

@@ -1,0 +1,163 @@
+"""Somebody's layer: its weights, how it is called, and its output for weights of ours."""
+import copy
+import itertools
+import math
+import re
+from collections import defaultdict
+
+import torch
+
+from model import ATTENTION, GPTConfig
+from port import given
+from port.paper import lambda_init_of
+from port.problems import USE_VECTORS, NoVerdict, how_far, refuse_what_is_no_layer, say
+from port.roles import ROLES, role_of
+
+# what these weights are when drawn, the same in all heads, so that 0 < lambda < 1
+LAMBDAS = {"lambda_q1": 0.45, "lambda_k1": 0.4, "lambda_q2": 0.2, "lambda_k2": 0.1, "lambda": 0.4}
+
+
+class Port:
+    """A layer, and what its user says of it: see diagnose."""
+
+    def __init__(self, layer, n_head, depth, version, causal, names):
+        refuse_what_is_no_layer(layer)
+        if version not in (1, 2):
+            raise NoVerdict(f"version is 1 or 2, not {version!r}")
+        if n_head < 1 or n_head * version % 2 != 0:
+            raise NoVerdict(f"n_head counts maps, two for each head: it is even, and not {n_head}")
+        self.is_function = not isinstance(layer, torch.nn.Module)
+        if self.is_function:  # of x and of weights with Microsoft's names
+            function = layer
+            arm = "diff_v2" if version == 2 else "diff"
+            layer = ATTENTION[arm](GPTConfig(attn=arm, n_head=n_head, n_embd=8 * n_head), depth)
+            layer.forward = lambda x: function(x, self.drawn)
+        self.layer = layer.eval()
+        self.n_head = n_head
+        self.depth = depth
+        self.version = version
+        self.causal = causal
+        self.weights = {n: w for n, w in layer.named_parameters() if w.requires_grad}
+        self.roles = {name: role_of(name, weight) for name, weight in self.weights.items()}
+        self.told = set()  # names of weights whose role the user gave
+        for role, some in (names or {}).items():
+            for name in [some] if isinstance(some, str) else some:
+                self.tell(role, name)
+        letters = [role for role in self.roles.values() if re.fullmatch("[qkv]{2,}", role)]
+        self.fused = letters[0] if letters else ""
+        self.problems = []  # what went wrong in calls
+        self.tolerance = 1e-5  # of the largest output. float32 makes 2e-6
+
+    def tell(self, role, name):
+        if name not in self.weights or not ROLES.fullmatch(role):
+            weights = ", ".join(self.weights)
+            raise NoVerdict(f"names has {role!r}: {name!r}. Roles are q, k, v, several of them as "
+                            f"qkv, o, lambda, lambda_q1 ..., gate, norm, qk_norm, bias, and the "
+                            f"weights are {weights}")
+        self.roles[name] = role
+        self.told.add(name)
+
+    @property
+    def heads(self):
+        return self.n_head if self.version in (0, 2) else self.n_head // 2
+
+    @property
+    def lambda_init(self):
+        return lambda_init_of(self.depth) if self.version == 1 else 0.0
+
+    def as_if(self, version, n_head):
+        """The same layer, read with another version and n_head."""
+        other = copy.copy(self)
+        other.version = version
+        other.n_head = n_head
+        return other
+
+    def orders(self):
+        return given.orders(self.fused, self.heads)
+
+    def draw(self, order="", seed=1, flat=False):
+        """Draw weights, and return {role: [part, ...]} of them, in float64.
+
+        order: of the rows of a fused weight. flat: W_q = 0, so that all maps are flat.
+        """
+        random = torch.Generator().manual_seed(seed)
+        # v is so large that the eps of a norm does not show
+        loud = {"q": 0.0 if flat else 1.5, "v": 30.0, "bias": 0.0, "qk_norm": 0.0}
+        self.drawn = {}
+        parts = defaultdict(list)
+        for name, weight in self.weights.items():
+            role = self.roles[name]
+            size = math.sqrt(max(weight.shape, default=1))
+            new = torch.randn(weight.shape, generator=random) / size
+            if role in LAMBDAS:
+                new.fill_(LAMBDAS[role] / seed / size)
+            letters = order if role == self.fused else [role]
+            for letter, part in zip(letters, torch.atleast_1d(new).chunk(len(letters) or 1)):
+                part *= loud.get(letter, 1.0)
+                part += letter in ("norm", "qk_norm")
+                if part.ndim == 3:  # a matrix for each head, (h, C, d) or (h, d, C)
+                    part = part.flatten(0, 1).T if letter == "o" else part.mT.flatten(0, 1)
+                parts[letter].append(part.double())
+            self.drawn[name] = new.requires_grad_()
+        return parts
+
+    def run(self, arguments, x):
+        """The output, the first one if there are several, or None where such a call fails."""
+        filled = {name: x if value is given.X else value for name, value in arguments.items()}
+        try:
+            y = torch.func.functional_call(self.layer, self.drawn, (x,), filled)
+            y = y[0] if isinstance(y, (tuple, list)) else y
+            if not isinstance(y, torch.Tensor):
+                kind = type(y)
+                raise TypeError(f"it gives a {kind.__module__}.{kind.__name__}, and no tensor")
+            if y.shape != x.shape:
+                raise ValueError(f"it gives {tuple(y.shape)} for {tuple(x.shape)}")
+            return y.float()
+        except Exception as problem:  # it wants something else
+            self.problems.append(problem)
+
+    def input(self, T, C):
+        return torch.randn(2, T, C, generator=torch.Generator().manual_seed(0))
+
+    def ways(self):
+        """A text x (2, T, C), and [what is given besides, ...] in those calls that run on it."""
+        self.draw()
+        self.names = given.wanted(self.layer.forward)
+        numbers = [n for m in self.layer.modules() for n in vars(m).values() if type(n) is int]
+        lengths = [n for n in numbers if 1 < n <= 4096]
+        widths = [n for weight in self.weights.values() for n in weight.shape[-2:]]
+        likely_widths = sorted(set(widths), key=widths.count, reverse=True)
+        for T, C in itertools.product([12] + lengths, likely_widths):
+            x = self.input(T, C)
+            found = []  # [(output, number of the offer, what it gives), ...]
+            for number, arguments in self.offers(T, C).items():
+                y = self.run(arguments, x)
+                if y is not None:  # of equal ones the last counts: a layer may keep an old mask
+                    found = [old for old in found if not is_equal(old[0], y)]
+                    found.append((y, number, arguments))
+            if found:
+                self.way_numbers = [number for _, number, _ in found]
+                return x, [arguments for _, _, arguments in found]
+        raise NoVerdict(self.why_it_does_not_run())
+
+    def offers(self, T, C):
+        """{number: arguments} of those offers that differ in what the layer takes."""
+        found = {}
+        offers = given.offers(T, C, self.heads, self.depth, self.lambda_init)
+        for number, offer in enumerate(offers):
+            arguments = given.choose(offer, self.names)
+            found[tuple(map(id, arguments.values()))] = number, arguments
+        return dict(found.values())
+
+    def why_it_does_not_run(self):
+        if not self.weights:
+            return "the layer has no weights that can be trained (requires_grad)"
+        said = [say(self.problems[0]), say(max(self.problems, key=how_far))]
+        text = "the layer does not run: " + "; or: ".join(dict.fromkeys(said))
+        looks_foreign = re.search(r"numpy|ndarray|jax|mlx", text, re.IGNORECASE)
+        return f"{text}. {USE_VECTORS}" if looks_foreign else text
+
+
+def is_equal(a, b):
+    largest = b.nan_to_num().abs().max().item()
+    return torch.allclose(a, b, rtol=0, atol=1e-4 * largest, equal_nan=True)
