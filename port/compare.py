@@ -20,11 +20,14 @@ def ours(parts, port):
         setattr(w, role, (parts[role] or [torch.zeros(1)])[0])
     paper.set_sizes(w, port.version)
     w.gate = torch.cat(parts["gate"] or [w.q])
-    gains = [part.flatten() for part in parts["norm"] if part.numel() in (w.d_v, w.h * w.d_v)]
+    w.o = torch.cat(parts["o"], 1) if parts["o"] else torch.eye(w.h * w.d_v).double()
+    norms = [part.flatten() for part in parts["norm"]]
+    gains = [part for part in norms if len(part) in (w.d_v, w.h * w.d_v)]
     if len(gains) != w.h:  # no norm for each head, but one, perhaps in two factors, or none
         gains = [math.prod(gains) if gains else torch.arange(w.d_v) + 1.0]  # 1 would not show
     w.norm = torch.cat(gains).reshape(-1, 1, w.d_v).expand(w.h, 1, w.d_v)
-    w.o = torch.cat(parts["o"], 1) if parts["o"] else torch.eye(w.h * w.d_v).double()
+    w.output_norm = math.prod(part for part in norms if len(part) == len(w.o))  # 1 if there is none
+    w.output_norm = torch.ones(len(w.o)).double() * w.output_norm
     return w
 
 

@@ -85,7 +85,7 @@ def of_lambda_init(yours, depth, near):
         return []
     detail = f"The paper's is {paper:.4f} for depth = {depth}, yours is {yours:.4f}"
     for other in range(-1, 13):
-        if other != depth and abs(yours - lambda_init_of(other)) < near / 10:
+        if other != depth and abs(yours - lambda_init_of(other)) < near / 4:
             detail += f", that of layer {other}. Is depth right, and passed on?"
             return [Finding(find("lambda_init", DIFFERS), detail)]
     verdict = CHOICE if 0 < yours < 1 else DIFFERS

@@ -1,6 +1,7 @@
 """What a user may have said wrongly of a layer: its n_head, its version, or what it is at all."""
 import torch
 
+from port import outside
 from port.search import Search
 
 A_LITTLE = 4  # seconds for each other reading
@@ -43,10 +44,14 @@ def other_readings(port):
 
 
 def better_reading(port, ways, x, clock):
-    """A sentence, if weights speak for another n_head or version, and that explains the layer."""
+    """A sentence, if the layer speaks for another n_head, version or causal, and fits that."""
     for version, n_head, why in other_readings(port):
         if Search(port.as_if(version, n_head), ways, x, clock, A_LITTLE).run():
             return f"is version = {version}, n_head = {n_head} meant? {why}."
+    if not port.causal and not any(outside.sees_the_last_token(port, way, x) for way in ways):
+        causal = port.as_if(port.version, port.n_head, causal=True)
+        if Search(causal, ways, x, clock, A_LITTLE).run():
+            return "is causal = True meant? No token sees a later one."
     return ""
 
 

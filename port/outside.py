@@ -5,6 +5,7 @@ import re
 import torch
 
 from port import given
+from port.roles import in_short
 
 LONGER = (272, 136, 34)  # tokens. Layers that work in pieces have pieces of 16 to 256
 IS_SWITCH = "flash|fused|sdpa|triton|kernel|train"
@@ -45,8 +46,8 @@ def look(port, way, x):
     dead = [name for name in port.weights if name in dead[0] & dead[1]]
     norms = [name for name in dead if port.roles[name] == "norm"]
     others = [name for name in dead if port.roles[name] != "norm"]
-    seen |= {"unused norm": ", ".join(norms)} if norms else {}
-    seen |= {"dead weights": ", ".join(others)} if others else {}
+    seen |= {"unused norm": ", ".join(in_short(norms))} if norms else {}
+    seen |= {"dead weights": ", ".join(in_short(others))} if others else {}
     switch = switch_that_matters(port, way, x, y)
     return seen | ({"switch": switch} if switch else {})
 
@@ -76,6 +77,13 @@ def look_at_tokens(port, way, x, y):
     if moved[:, 1].max() > port.tolerance:
         seen["mixes samples"] = f"By {moved[:, 1].max():.1%}."
     return seen
+
+
+def sees_the_last_token(port, way, x):
+    """Whether earlier outputs depend on the last token."""
+    other = x.clone()
+    other[:, -1] = other[:, -1].flip(0)
+    return apart(port.run(way, other), port.run(way, x))[:, :-1].max() > port.tolerance
 
 
 def uses_order(port, way, x):

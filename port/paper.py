@@ -92,14 +92,14 @@ def rms(y, dims):
     return y * torch.rsqrt(y.square().mean(dims, keepdim=True) + NORM_EPS)
 
 
-def gain(w):
+def gain(weight):
     """The weight of the norm, (h, 1, d_v)."""
-    return w.norm
+    return weight
 
 
 def norm(y, w, step):
     """Over the channels of one token and one head, and over nothing else."""
-    return step.rms(y, -1) * step.gain(w)
+    return step.rms(y, -1) * step.gain(w.norm)
 
 
 def merge(y):

@@ -26,7 +26,8 @@ def role_of(name, weight):
     if BIAS & set(words):
         return "bias"
     if re.search("(?<![a-z])lam|lambda", name) or weight.numel() == 1:
-        return "lambda" if is_vector else "gate"
+        is_linear = weight.ndim == 2 and name.endswith("weight")
+        return "gate" if is_linear or not is_vector else "lambda"
     if "norm" in words or is_vector:
         of_qk = re.search("(?<![a-z])([qk]+_?(norm|ln|scale)|temp)", name)
         return "qk_norm" if of_qk else "norm"
@@ -35,6 +36,11 @@ def role_of(name, weight):
     if letters:
         return letters
     return "gate" if "gate" in words else "o"
+
+
+def in_short(names):
+    """One name for all of a list of heads: heads.*.q for heads.0.q, heads.1.q, ..."""
+    return list(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names))
 
 
 def is_obvious(name, role):

@@ -19,6 +19,7 @@ from port.mistakes import BY_CODE, CHOICE, DIFFERS, SAME
 SECONDS = 18  # of one core, for a search
 MOST = 5  # mistakes at once that are called DIFFERS
 COST = {DIFFERS: 100, CHOICE: 10, SAME: 1}  # of as many mistakes, the smallest sum comes first
+FLAT = 1e-4  # as near they are where maps are flat: rounding and eps show more in A_1 - lambda A_2
 THETAS = (1e4, 100.0, 1e6)  # where the search for theta begins
 WITHOUT_THETA = (wrong.no_turn, wrong.turn_both_maps, wrong.turn_both_maps_by_halves)
 NOT_OF_SOFTMAX = ("values", "subtract", "norm", "rms", "gain", "output")  # steps
@@ -125,7 +126,7 @@ class Search:
         else:
             error = draws[0].error(steps)
         self.flat_errors.append(error)
-        return error < self.port.tolerance
+        return error < max(FLAT, self.port.tolerance)
 
     def fit(self, mistakes, tries, turned=None, theta=None):
         """Found, if our layer with these mistakes equals the port, for two draws of its weights."""
@@ -171,7 +172,7 @@ class Search:
     def where_it_failed(self):
         where = "where q and k are split, turned, compared or subtracted"
         apart = min(self.sharp_errors)
-        if min(self.flat_errors) > self.port.tolerance:
+        if min(self.flat_errors) > max(FLAT, self.port.tolerance):
             where = "already where W_q = 0 makes all maps flat"
             apart = min(self.flat_errors)
         return (f"Nothing on the list explains it, in {self.clock.tries} combinations. They part "

@@ -14,7 +14,7 @@ from port.problems import USE_VECTORS, NoVerdict, how_far, refuse_what_is_no_lay
 from port.roles import ROLES, role_of
 
 # what these weights are when drawn, the same in all heads, so that 0 < lambda < 1
-LAMBDAS = {"lambda_q1": 0.45, "lambda_k1": 0.4, "lambda_q2": 0.2, "lambda_k2": 0.1, "lambda": 0.4}
+LAMBDAS = {"lambda_q1": 0.35, "lambda_k1": 0.3, "lambda_q2": 0.2, "lambda_k2": 0.1, "lambda": 0.4}
 
 
 class Port:
@@ -65,11 +65,12 @@ class Port:
     def lambda_init(self):
         return lambda_init_of(self.depth) if self.version == 1 else 0.0
 
-    def as_if(self, version, n_head):
-        """The same layer, read with another version and n_head."""
+    def as_if(self, version, n_head, causal=None):
+        """The same layer, read otherwise than the user said."""
         other = copy.copy(self)
         other.version = version
         other.n_head = n_head
+        other.causal = self.causal if causal is None else causal
         return other
 
     def orders(self):
@@ -82,7 +83,7 @@ class Port:
         """
         random = torch.Generator().manual_seed(seed)
         # v is so large that the eps of a norm does not show
-        loud = {"q": 0.0 if flat else 1.5, "v": 30.0, "bias": 0.0, "qk_norm": 0.0}
+        loud = {"q": 0.0 if flat else 1.5, "v": 300.0, "bias": 0.0, "qk_norm": 0.0}
         self.drawn = {}
         parts = defaultdict(list)
         for name, weight in self.weights.items():

@@ -224,7 +224,7 @@ def lam_without_sigmoid(x, w):
     return (x @ w.gate.T).mT[..., None]
 
 
-# ---- rms: y * torch.rsqrt(y.square().mean(dims) + eps). gain: w.norm
+# ---- rms: y * torch.rsqrt(y.square().mean(dims) + eps). gain: weight
 
 def layer_norm(y, dims):
     """An RMSNorm does not subtract the mean. LayerNorm and GroupNorm do."""
@@ -232,17 +232,17 @@ def layer_norm(y, dims):
     return y * torch.rsqrt(y.square().mean(dims, keepdim=True) + 1e-5)
 
 
-def no_gain(w):
+def no_gain(weight):
     """The norm has no weight."""
-    return torch.ones_like(w.norm)
+    return torch.ones_like(weight)
 
 
-def gain_from_zero(w):
+def gain_from_zero(weight):
     """The norm's weight is 1 + w: it starts at 0 in place of 1."""
-    return 1 + w.norm
+    return 1 + weight
 
 
-# ---- norm: step.rms(y, -1) * step.gain(w), where y is (B, h, T, d_v)
+# ---- norm: step.rms(y, -1) * step.gain(w.norm), where y is (B, h, T, d_v)
 
 def no_norm(y, w, step):
     """Each head's output has an RMSNorm over its 2d channels."""
@@ -251,30 +251,30 @@ def no_norm(y, w, step):
 
 def norm_over_heads(y, w, step):
     """The norm is over the channels of one token and one head, and not over all heads."""
-    return step.rms(y, (1, 3)) * step.gain(w)
+    return step.rms(y, (1, 3)) * step.gain(w.norm)
 
 
 def norm_over_time(y, w, step):
     """The norm is over the channels of one token and one head. The paper calls it GroupNorm;
     nn.GroupNorm on (B, C, T) pools over time, and sees the future."""
-    return step.rms(y, (2, 3)) * step.gain(w)
+    return step.rms(y, (2, 3)) * step.gain(w.norm)
 
 
 def norm_over_time_and_heads(y, w, step):
     """The norm is over the channels of one token and one head. nn.GroupNorm(1, C) on (B, C, T)
     pools over all, and sees the future."""
-    return step.rms(y, (1, 2, 3)) * step.gain(w)
+    return step.rms(y, (1, 2, 3)) * step.gain(w.norm)
 
 
 def norm_over_time_by_channel(y, w, step):
     """The norm is over the channels of one token and one head, and not over the tokens of one
     channel. It leaks."""
-    return step.rms(y, 2) * step.gain(w)
+    return step.rms(y, 2) * step.gain(w.norm)
 
 
 def norm_in_version_2(y, w, step):
     """Version 2 has no norm behind its heads."""
-    return step.rms(y, -1) * step.gain(w)
+    return step.rms(y, -1) * step.gain(w.norm)
 
 
 # ---- merge: y.transpose(1, 2).flatten(2). output: merge(norm(y)) @ w.o.T
@@ -298,4 +298,4 @@ def merge_alternating(y):
 
 def norm_after_out_proj(y, w, step):
     """The norm is over the channels of one token and one head, so it comes before out_proj."""
-    return step.rms(step.merge(y) @ w.o.T, -1) * step.gain(w).flatten()
+    return step.rms(step.merge(y) @ w.o.T, -1) * step.gain(w.output_norm)

@@ -112,6 +112,14 @@ def test_a_leak_beyond_the_first_tokens_is_said_with_its_place():
     assert "In a text of 272 tokens" in text_of(diagnose(layers.LateLeak(), 8, 3))
 
 
+def test_a_lambda_near_1_does_not_make_a_right_layer_wrong():
+    """There A_1 - lambda A_2 is small, so the norm's eps and rounding show."""
+    class NearOne(layers.Right):
+        lambda_init = 0.9
+
+    assert diagnose(NearOne(), 8, 3).kind == "CHOICE"
+
+
 def test_one_mistake_is_told_once():
     norm = diagnose(layers.NoNorm(), 8, 3)
     assert norm.differs == ["no norm"] and "built and never used: subln.weight" in text_of(norm)
@@ -159,6 +167,8 @@ def test_an_encoder():
     verdict = diagnose(layers.NoMask(), 8, 3)
     assert "If the layer is an encoder, say causal = False" in text_of(verdict)
     assert diagnose(layers.NoMask(), 8, 3, causal=False).kind == "SAME"
+    with pytest.raises(ValueError, match="is causal = True meant"):
+        diagnose(layers.Right(), 8, 3, causal=False)
 
 
 @pytest.mark.parametrize("kind, said, sentence", [
