@@ -1,11 +1,12 @@
 """
-Write port/mistakes.md from the list of mistakes.
+Write port/mistakes.md from the list of mistakes, and port/ports.md's tables from port/ports.json.
 
     python -m port.pages
 """
 import textwrap
 from pathlib import Path
 
+from port import survey
 from port.mistakes import BEYOND_THE_LAYER, BY_CODE, BY_NUMBER, FROM_OUTSIDE, NOTES
 
 HERE = Path(__file__).parent
@@ -48,3 +49,5 @@ def block(code):
 
 if __name__ == "__main__":
     (HERE / "mistakes.md").write_text(mistakes_page(), encoding="utf-8")
+    ports = HERE / "ports.md"
+    ports.write_text(survey.fill(ports.read_text(encoding="utf-8")), encoding="utf-8")

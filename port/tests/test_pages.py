@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from port import pages
+from port import pages, survey
+from port.mistakes import MISTAKES
 
 ROOM = Path(__file__).parents[1]
 
@@ -15,6 +16,28 @@ def text_of(name):
 
 def test_the_page_of_mistakes_is_written_from_the_list():
     assert text_of("mistakes.md") == pages.mistakes_page()  # else run python -m port.pages
+
+
+def test_the_page_of_ports_and_the_readme_have_the_numbers_of_the_survey():
+    page = text_of("ports.md")
+    assert page == survey.fill(page)  # else run python -m port.pages
+    n = survey.counts(survey.layers_of(*survey.COUNTED))
+    assert f"Of the {n['layers']} that are counted above, {n['explained']} are explained" in page
+    unknown = [s["layers"] for s in survey.SURVEY["samples"] if not survey.layers_of(s["sample"])]
+    assert f"Of the {sum(unknown)} layers with question marks" in page and n["NaN"] == 1
+    readme = " ".join((ROOM.parent / "README.md").read_text(encoding="utf-8").split())
+    assert survey.in_one_sentence() in readme.replace("[", "").replace("](port/ports.md)", "")
+
+
+def test_the_survey_is_whole():
+    names = {mistake.name for mistake in MISTAKES}
+    for layer in survey.SURVEY["layers"]:
+        assert set(layer["causes"]) <= names, layer
+        assert layer["verdict"] in ("SAME", "CHOICE", "DIFFERS", "BROKEN", None)
+        assert layer["known"] and (layer["repository"] or layer["file"])
+        assert layer["verdict"] == "BROKEN" or not layer["sees_future"]
+    for sample in survey.SURVEY["samples"]:
+        assert len(survey.layers_of(sample["sample"])) in (0, sample["layers"])
 
 
 def test_the_page_for_an_agent_is_short():
