@@ -4,7 +4,7 @@ import torch
 from port import outside
 from port.search import Search
 
-A_LITTLE = 4  # seconds for each other reading
+A_LITTLE = 2  # seconds of one core for each other reading
 
 
 def is_a_block(port, way, x):

@@ -8,8 +8,8 @@ import torch
 
 from port.__main__ import main
 
-HERE = "from port.tests import layers\n"
-RIGHT = HERE + "layer, n_head, depth = layers.Right(), 8, 3\n"
+HERE = "from port.tests import right_layers as right, wrong_layers as wrong\n"
+RIGHT = HERE + "layer, n_head, depth = right.Right(), 8, 3\n"
 
 
 @pytest.fixture(autouse=True)
@@ -34,9 +34,9 @@ def run(text, *lines, name="myport.py"):
 
 @pytest.mark.parametrize("text, code, words", [
     (RIGHT, 0, "SAME"),
-    (HERE + "layer, n_head, depth = layers.ConstantInit(), 8, 3", 0, "CHOICE   lambda_init"),
-    (HERE + "layer, n_head, depth = layers.NoFactor(), 8, 3", 1, "DIFFERS  factor"),
-    (HERE + "layer, n_head, depth = layers.OffByOne(), 8, 3", 1, "BROKEN   sees the future"),
+    (HERE + "layer, n_head, depth = wrong.ConstantInit(), 8, 3", 0, "CHOICE   lambda_init"),
+    (HERE + "layer, n_head, depth = wrong.NoFactor(), 8, 3", 1, "DIFFERS  factor"),
+    (HERE + "layer, n_head, depth = wrong.OffByOne(), 8, 3", 1, "BROKEN   sees the future"),
 ])
 def test_a_verdict_has_its_exit_code(text, code, words, capsys):
     assert run(text) == code
@@ -51,8 +51,8 @@ def test_a_verdict_has_its_exit_code(text, code, words, capsys):
     ("import argparse\nargparse.ArgumentParser().parse_args(['--no'])", "ends the program"),
     ("import jax.numpy as jnp\nlayer = None", "imports jax. port runs PyTorch layers only"),
     ("import mlx.core as mx\nlayer = None", "port/vectors.md"),
-    (HERE + "layer = layers.NumpyLayer()", "port/vectors.md"),
-    (HERE + "layer, n_head = layers.Right(), 4", "is version = 1, n_head = 8 meant"),
+    (HERE + "layer = wrong.NumpyLayer()", "port/vectors.md"),
+    (HERE + "layer, n_head = right.Right(), 4", "is version = 1, n_head = 8 meant"),
     ("import torch\nclass L(torch.nn.Module):\n"
      "    def __init__(self): super().__init__(); self.q = torch.nn.Linear(64, 64)\n"
      "    def forward(self, x):\n        assert x is None\n"
@@ -73,14 +73,14 @@ def test_a_missing_file_and_no_file(capsys):
 
 
 def test_its_own_prints_are_swallowed(capsys):
-    text = HERE + "print('hello')\nlayer, n_head, depth = layers.Talkative(), 8, 3"
+    text = HERE + "print('hello')\nlayer, n_head, depth = right.Talkative(), 8, 3"
     assert run(text) == 0
     output = capsys.readouterr().out
     assert output.startswith("SAME") and "hello" not in output and "shapes" not in output
 
 
 def test_lines_behind_the_file_change_its_flags():
-    text = HERE + ("RIGHT = False\nclass L(layers.Right):\n    def mask(self, s):\n"
+    text = HERE + ("RIGHT = False\nclass L(right.Right):\n    def mask(self, s):\n"
                    "        return super().mask(s) if RIGHT else s\n"
                    "layer, n_head, depth = L(), 8, 3")
     assert run(text) == 1
@@ -92,7 +92,7 @@ def test_stand_ins_and_relative_imports(capsys):
     Path("code-of-mine").mkdir()
     Path("code-of-mine/parts.py").write_text(HERE + "from flash_attn import flash_attn_func\n")
     text = ("import torch\nfrom apex.normalization import FusedRMSNorm\nfrom .parts import *\n"
-            "class L(layers.Right):\n"
+            "class L(right.Right):\n"
             "    def __init__(self):\n"
             "        super().__init__()\n"
             "        self.subln = FusedRMSNorm(16, eps=1e-5, elementwise_affine=True)\n"

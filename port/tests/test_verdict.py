@@ -3,37 +3,38 @@ import pytest
 import torch
 
 from port import diagnose
-from port.tests import layers
+from port.tests import right_layers as right
+from port.tests import wrong_layers as wrong
 
 torch.set_num_threads(1)  # for tensors as small as these, more are slower
 
-RIGHT = [layers.Right, layers.Fused, layers.Apart, layers.ListOfHeads, layers.ComplexTable,
-         layers.HalfPrecision, layers.Autocast]
+RIGHT = [right.Right, right.Fused, right.Apart, right.ListOfHeads, right.ComplexTable,
+         right.HalfPrecision, right.Autocast]
 WRONG = [
-    (layers.GroupNormOverTime, "BROKEN", "norm over time, mean subtracted"),
-    (layers.CountsFromOne, "BROKEN", "norm over time, mean subtracted, lambda_init"),
-    (layers.NoMask, "BROKEN", "no mask"),
-    (layers.NoMaskAndScale, "BROKEN", "no mask, scale"),
-    (layers.NoMaskAndBothMapsTurned, "BROKEN", "no mask, rotary over both maps"),
-    (layers.BooleanMaskAdded, "BROKEN", "boolean mask added"),
-    (layers.MaskOnFirstMap, "BROKEN", "mask on one map"),
-    (layers.OffByOne, "BROKEN", "mask off by one"),
-    (layers.SoftmaxTwice, "DIFFERS", "softmax twice"),
-    (layers.MaskBetweenTwoSoftmaxes, "BROKEN", "mask between two softmaxes"),
-    (layers.ValuesTiled, "DIFFERS", "values tiled"),
-    (layers.MapsReadAsTokens, "BROKEN", "maps read as tokens"),
-    (layers.HeadsNotTransposed, "BROKEN", "heads not transposed"),
-    (layers.MergeNotTransposed, "BROKEN", "merge not transposed"),
-    (layers.RepeatedBeforeSplit, "DIFFERS", "repeated before split"),
-    (layers.NoNorm, "DIFFERS", "no norm"),
-    (layers.NormOverAllHeads, "DIFFERS", "norm over all heads, mean subtracted"),
-    (layers.NormAfterOutProj, "DIFFERS", "norm after out_proj, mean subtracted, factor"),
-    (layers.NoRotary, "CHOICE", "no rotary"),
-    (layers.QKNorm, "DIFFERS", "qk-norm"),
-    (layers.NextLayersInit, "DIFFERS", "lambda_init"),
-    (layers.NoFactor, "DIFFERS", "factor"),
-    (layers.LambdaOfAScalar, "DIFFERS", "lambda"),
-    (layers.PlainSoftmax, "DIFFERS", "plain softmax, no rotary"),
+    (wrong.GroupNormOverTime, "BROKEN", "norm over time, mean subtracted"),
+    (wrong.CountsFromOne, "BROKEN", "norm over time, mean subtracted, lambda_init"),
+    (wrong.NoMask, "BROKEN", "no mask"),
+    (wrong.NoMaskAndScale, "BROKEN", "no mask, scale"),
+    (wrong.NoMaskAndBothMapsTurned, "BROKEN", "no mask, rotary over both maps"),
+    (wrong.BooleanMaskAdded, "BROKEN", "boolean mask added"),
+    (wrong.MaskOnFirstMap, "BROKEN", "mask on one map"),
+    (wrong.OffByOne, "BROKEN", "mask off by one"),
+    (wrong.SoftmaxTwice, "DIFFERS", "softmax twice"),
+    (wrong.MaskBetweenTwoSoftmaxes, "BROKEN", "mask between two softmaxes"),
+    (wrong.ValuesTiled, "DIFFERS", "values tiled"),
+    (wrong.MapsReadAsTokens, "BROKEN", "maps read as tokens"),
+    (wrong.HeadsNotTransposed, "BROKEN", "heads not transposed"),
+    (wrong.MergeNotTransposed, "BROKEN", "merge not transposed"),
+    (wrong.RepeatedBeforeSplit, "DIFFERS", "repeated before split"),
+    (wrong.NoNorm, "DIFFERS", "no norm"),
+    (wrong.NormOverAllHeads, "DIFFERS", "norm over all heads, mean subtracted"),
+    (wrong.NormAfterOutProj, "DIFFERS", "norm after out_proj, mean subtracted, factor"),
+    (wrong.NoRotary, "CHOICE", "no rotary"),
+    (wrong.QKNorm, "DIFFERS", "qk-norm"),
+    (wrong.NextLayersInit, "DIFFERS", "lambda_init"),
+    (wrong.NoFactor, "DIFFERS", "factor"),
+    (wrong.LambdaOfAScalar, "DIFFERS", "lambda"),
+    (wrong.PlainSoftmax, "DIFFERS", "plain softmax, no rotary"),
 ]
 
 
@@ -54,8 +55,8 @@ def test_a_right_layer_is_the_same(kind):
 
 @pytest.mark.parametrize("kv", [1, 2])
 def test_grouped_keys_and_version_2_are_right(kv):
-    assert diagnose(layers.Right(kv), n_head=8, depth=3).kind == "SAME"
-    assert diagnose(layers.Version2(kv), n_head=4, version=2).kind == "SAME"
+    assert diagnose(right.Right(kv), n_head=8, depth=3).kind == "SAME"
+    assert diagnose(right.Version2(kv), n_head=4, version=2).kind == "SAME"
 
 
 @pytest.mark.parametrize("kind, verdict, causes", WRONG)
@@ -66,8 +67,8 @@ def test_a_wrong_layer_is_named(kind, verdict, causes):
 
 
 @pytest.mark.parametrize("kind, causes", [
-    (layers.GateWithoutSigmoid, "lambda"),
-    (layers.PairsByChunks, "V2 pairs by chunks"),
+    (wrong.GateWithoutSigmoid, "lambda"),
+    (wrong.PairsByChunks, "V2 pairs by chunks"),
 ])
 def test_a_wrong_second_version_is_named(kind, causes):
     found = diagnose(kind(), n_head=4, version=2)
@@ -77,12 +78,12 @@ def test_a_wrong_second_version_is_named(kind, causes):
 # ---- numbers are measured, and some are a choice
 
 @pytest.mark.parametrize("kind, verdict, name, number", [
-    (layers.ConstantInit, "CHOICE", "lambda_init", "yours is 0.8000"),
-    (layers.AutocastConstantInit, "CHOICE", "lambda_init", "yours is 0.8"),
-    (layers.NextLayersInit, "DIFFERS", "lambda_init", "that of layer 4"),
-    (layers.Theta, "CHOICE", "rotary base", "yours is 500000"),
-    (layers.HalfRotary, "CHOICE", "rotary share", "Yours turns 4 of 8"),
-    (layers.TableTooWide, "DIFFERS", "rotary table", "yours is 100"),
+    (wrong.ConstantInit, "CHOICE", "lambda_init", "yours is 0.8000"),
+    (right.AutocastConstantInit, "CHOICE", "lambda_init", "yours is 0.8"),
+    (wrong.NextLayersInit, "DIFFERS", "lambda_init", "that of layer 4"),
+    (wrong.Theta, "CHOICE", "rotary base", "yours is 500000"),
+    (wrong.HalfRotary, "CHOICE", "rotary share", "Yours turns 4 of 8"),
+    (wrong.TableTooWide, "DIFFERS", "rotary table", "yours is 100"),
 ])
 def test_numbers_are_measured(kind, verdict, name, number):
     found = diagnose(kind(), n_head=8, depth=3)
@@ -93,15 +94,15 @@ def test_numbers_are_measured(kind, verdict, name, number):
 # ---- what is seen from outside
 
 @pytest.mark.parametrize("kind, name", [
-    (layers.MaskAfterSoftmax, "NaN"),
-    (layers.DropoutAlwaysOn, "random"),
-    (layers.TimeFirst, "mixes samples"),
-    (layers.OverHeads, "no past"),
-    (layers.LateLeak, "sees the future"),
-    (layers.FlashDiffers, "switch"),
-    (layers.EvalDiffers, "switch"),
-    (layers.LambdaIsANumber, "dead weights"),
-    (layers.SameMapTwice, "dead weights"),
+    (wrong.MaskAfterSoftmax, "NaN"),
+    (wrong.DropoutAlwaysOn, "random"),
+    (wrong.TimeFirst, "mixes samples"),
+    (wrong.OverHeads, "no past"),
+    (wrong.LateLeak, "sees the future"),
+    (wrong.FlashDiffers, "switch"),
+    (wrong.EvalDiffers, "switch"),
+    (wrong.LambdaIsANumber, "dead weights"),
+    (wrong.SameMapTwice, "dead weights"),
 ])
 def test_what_is_seen_from_outside(kind, name):
     verdict = diagnose(kind(), n_head=8, depth=3)
@@ -109,27 +110,27 @@ def test_what_is_seen_from_outside(kind, name):
 
 
 def test_a_leak_beyond_the_first_tokens_is_said_with_its_place():
-    assert "In a text of 272 tokens" in text_of(diagnose(layers.LateLeak(), 8, 3))
+    assert "In a text of 272 tokens" in text_of(diagnose(wrong.LateLeak(), 8, 3))
 
 
 def test_a_lambda_near_1_does_not_make_a_right_layer_wrong():
     """There A_1 - lambda A_2 is small, so the norm's eps and rounding show."""
-    class NearOne(layers.Right):
+    class NearOne(right.Right):
         lambda_init = 0.9
 
     assert diagnose(NearOne(), 8, 3).kind == "CHOICE"
 
 
 def test_one_mistake_is_told_once():
-    norm = diagnose(layers.NoNorm(), 8, 3)
+    norm = diagnose(wrong.NoNorm(), 8, 3)
     assert norm.differs == ["no norm"] and "built and never used: subln.weight" in text_of(norm)
-    number = diagnose(layers.LambdaIsANumber(), 8, 3)
+    number = diagnose(wrong.LambdaIsANumber(), 8, 3)
     assert number.broken == ["dead weights"] and number.differs == []
     assert "lambda is a constant" in text_of(number)
 
 
 def test_an_unused_weight_of_a_norm_does_not_make_a_layer_wrong():
-    class Unused(layers.Right):
+    class Unused(right.Right):
         def norm(self, y):
             return torch.nn.functional.rms_norm(y, [16], eps=1e-5)
 
@@ -138,21 +139,21 @@ def test_an_unused_weight_of_a_norm_does_not_make_a_layer_wrong():
 
 
 def test_a_start_from_zeros_is_said_and_does_not_change_the_verdict():
-    verdict = diagnose(layers.ZeroLambdas(), 8, 3)
+    verdict = diagnose(right.ZeroLambdas(), 8, 3)
     assert verdict.kind == "SAME" and "lambda_q1, lambda_k1" in str(verdict)
-    assert "zeros" not in str(diagnose(layers.Right(), 8, 3))
-    out = layers.Right()
+    assert "zeros" not in str(diagnose(right.Right(), 8, 3))
+    out = right.Right()
     torch.nn.init.zeros_(out.out_proj.weight)  # this one leaves 0 at the first step
     assert "zeros" not in str(diagnose(out, 8, 3))
 
 
 def test_its_rounding_is_said():
-    assert "float16 or bfloat16" in str(diagnose(layers.HalfPrecision(), 8, 3))
-    assert "float16" not in str(diagnose(layers.Right(), 8, 3))
+    assert "float16 or bfloat16" in str(diagnose(right.HalfPrecision(), 8, 3))
+    assert "float16" not in str(diagnose(right.Right(), 8, 3))
 
 
 def test_what_is_not_on_the_list_has_no_cause():
-    class Unknown(layers.Right):
+    class Unknown(right.Right):
         def subtract(self, A, v):
             return super().subtract(A, v).abs()
 
@@ -164,26 +165,26 @@ def test_what_is_not_on_the_list_has_no_cause():
 # ---- what a user may say wrongly
 
 def test_an_encoder():
-    verdict = diagnose(layers.NoMask(), 8, 3)
+    verdict = diagnose(wrong.NoMask(), 8, 3)
     assert "If the layer is an encoder, say causal = False" in text_of(verdict)
-    assert diagnose(layers.NoMask(), 8, 3, causal=False).kind == "SAME"
+    assert diagnose(wrong.NoMask(), 8, 3, causal=False).kind == "SAME"
     with pytest.raises(ValueError, match="is causal = True meant"):
-        diagnose(layers.Right(), 8, 3, causal=False)
+        diagnose(right.Right(), 8, 3, causal=False)
 
 
 @pytest.mark.parametrize("kind, said, sentence", [
-    (layers.Right, dict(n_head=4), "is version = 1, n_head = 8 meant"),
-    (layers.Right, dict(n_head=16), "is version = 1, n_head = 8 meant"),
-    (layers.Right, dict(version=2), "is version = 1, n_head = 8 meant"),
-    (layers.Version2, dict(), "is version = 2, n_head = 4 meant"),
-    (layers.Version2, dict(version=2), "is version = 2, n_head = 4 meant"),
-    (layers.LambdaOfAScalar, dict(n_head=4), "is n_head = 8 meant"),
-    (layers.Block, dict(), "Is it a whole block.* layer = yours.attn"),
-    (layers.Residual, dict(), "it adds a residual"),
-    (layers.NumpyLayer, dict(), "PyTorch layers only.*port/vectors.md"),
-    (layers.Right, dict(n_head=7), "is even, and not 7"),
-    (layers.Right, dict(version=3), "version is 1 or 2, not 3"),
-    (layers.Right, dict(names={"q": "W_q"}), "names has 'q': 'W_q'.*the weights are lambda_q1"),
+    (right.Right, dict(n_head=4), "is version = 1, n_head = 8 meant"),
+    (right.Right, dict(n_head=16), "is version = 1, n_head = 8 meant"),
+    (right.Right, dict(version=2), "is version = 1, n_head = 8 meant"),
+    (right.Version2, dict(), "is version = 2, n_head = 4 meant"),
+    (right.Version2, dict(version=2), "is version = 2, n_head = 4 meant"),
+    (wrong.LambdaOfAScalar, dict(n_head=4), "is n_head = 8 meant"),
+    (wrong.Block, dict(), "Is it a whole block.* layer = yours.attn"),
+    (wrong.Residual, dict(), "it adds a residual"),
+    (wrong.NumpyLayer, dict(), "PyTorch layers only.*port/vectors.md"),
+    (right.Right, dict(n_head=7), "is even, and not 7"),
+    (right.Right, dict(version=3), "version is 1 or 2, not 3"),
+    (right.Right, dict(names={"q": "W_q"}), "names has 'q': 'W_q'.*the weights are lambda_q1"),
 ])
 def test_a_sentence_that_helps(kind, said, sentence):
     with pytest.raises(ValueError, match=sentence):
@@ -191,13 +192,13 @@ def test_a_sentence_that_helps(kind, said, sentence):
 
 
 def test_a_class_or_nothing_is_no_layer():
-    for layer in (layers.Right, None):
+    for layer in (right.Right, None):
         with pytest.raises(ValueError, match="add layer = YourAttention"):
             diagnose(layer)
 
 
 def test_names_takes_several_weights_a_role():
-    class Odd(layers.Apart):
+    class Odd(right.Apart):
         def __init__(self):
             super().__init__()
             self.alpha, self.beta_ = self.wq1, self.wq2
@@ -214,10 +215,10 @@ def test_names_takes_several_weights_a_role():
 
 
 def test_only_what_is_a_guess_is_said():
-    lines = str(diagnose(layers.Right(), 8, 3)).splitlines()
+    lines = str(diagnose(right.Right(), 8, 3)).splitlines()
     assert lines[1] == "read with n_head=8, depth=3, version=1, causal=True"
-    assert "c_attn.weight as qkv" in str(diagnose(layers.Fused(), 8, 3))
+    assert "c_attn.weight as qkv" in str(diagnose(right.Fused(), 8, 3))
 
 
 def test_a_function_of_weights():
-    assert diagnose(layers.function, 8, 3).kind == "SAME"
+    assert diagnose(right.function, 8, 3).kind == "SAME"
