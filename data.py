@@ -70,7 +70,7 @@ class PlainUnpickler(pickle.Unpickler):
 def load_data(path):
     """(train, val, tokenizer). path: a folder of .bin, a text file, or None: Python's manual.
 
-    ValueError if it can't be read, or has a token that the tokenizer has not.
+    ValueError if it can't be read, or has a token that is not in the tokenizer.
     """
     if path is None:
         return *load_manual(), "bytes"
@@ -81,7 +81,7 @@ def load_data(path):
     n_vocab = get_tokenizer(tokenizer).n_vocab
     train, val = load_bin(path / "train.bin"), load_bin(path / "val.bin")
     for tokens in (train, val):
-        for first in range(0, len(tokens), 2**24):  # in pieces, as it may not fit into the memory
+        for first in range(0, len(tokens), 2**24):  # in pieces: it may not fit into the memory
             largest = tokens[first : first + 2**24].max()
             if largest >= n_vocab:
                 raise ValueError(f"{path} has a token {largest}, and its tokenizer only {n_vocab}")
@@ -171,7 +171,8 @@ def one_sentence(program, *errors):
         sys.exit(f"{program}: {e}")
     except RuntimeError as e:
         # PyTorch has no classes for these errors, but their texts have these words
-        why = {"memory": "out of memory", "unexpected pos": "is the disk full?"}
+        why = {"out of memory": "too little memory", "can't allocate memory": "too little memory",
+               "unexpected pos": "is the disk full?"}
         found = [why[words] for words in why if words in str(e)]
         if not found:
             raise

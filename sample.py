@@ -8,6 +8,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import tyro
@@ -26,9 +27,11 @@ class Config:
     temperature: float = 0.8  # below 1 is safer, 0 always takes the likeliest token
     top_k: int | None = None  # choose among the k likeliest tokens only
     seed: int = 1337  # of the random choices
-    device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cuda, cpu or mps
+    device: Literal["cpu", "cuda", "mps"] = "cuda" if torch.cuda.is_available() else "cpu"
 
     def __post_init__(self):
+        if not getattr(torch, self.device).is_available():
+            raise ValueError(f"PyTorch sees no {self.device} here")
         if not self.temperature >= 0 or (self.top_k is not None and self.top_k < 1):
             raise ValueError("temperature must be 0 or more, and top_k 1 or more")
 
@@ -67,7 +70,7 @@ def main(argv=None):
     idx = torch.tensor([prompt], device=config.device)
     generator = torch.Generator(config.device).manual_seed(config.seed)
     choose = dict(temperature=config.temperature, top_k=config.top_k, generator=generator)
-    use_bf16 = config.device.startswith("cuda") and torch.cuda.get_device_capability()[0] >= 8
+    use_bf16 = config.device == "cuda" and torch.cuda.get_device_capability()[0] >= 8
     with one_sentence("sample.py"), torch.autocast("cuda", torch.bfloat16, enabled=use_bf16):
         for _ in range(config.num_samples):
             print(config.prompt, end="")

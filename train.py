@@ -28,7 +28,7 @@ import tyro
 from torch.nn.parallel import DistributedDataParallel
 
 from data import FINEWEB, get_tokenizer, load_data, load_sequences, one_sentence
-from model import ATTENTION, GPT, Block, GPTConfig
+from model import ATTENTION, GPT, Block, GPTConfig, ModelError, make_rope
 
 RANK = int(os.environ.get("RANK") or 0)  # torchrun starts WORLD processes and numbers them
 WORLD = int(os.environ.get("WORLD_SIZE") or 1)
@@ -89,7 +89,7 @@ PRESETS = {
 
 
 def parse(argv=None):
-    """A Config for each arm that a command line asks for. ValueError for what can't be."""
+    """A Config for each arm that a command line asks for. ValueError for impossible settings."""
     # the preset first, since it has the defaults of all other flags
     p = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     is_gpt2 = FINEWEB.exists() and torch.cuda.is_available()
@@ -140,9 +140,11 @@ def learning_rate(step, config):
 
 
 def make_optimizer(model, config):
-    """AdamW. Matrices decay, the embedding among them. Norms and lambda vectors do not."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+    """AdamW. Matrices decay, the embedding among them. Norms and lambdas do not."""
+    matrices, vectors = [], []
+    for p in model.parameters():  # a lambda of an arm of yours may have the shape (h, 1, 1)
+        is_matrix = p.ndim == 2 or p.squeeze().ndim > 1
+        (matrices if is_matrix else vectors).append(p)
     decaying = dict(params=matrices, weight_decay=config.weight_decay)
     others = dict(params=vectors, weight_decay=0.0)
     return torch.optim.AdamW([decaying, others], lr=config.lr, betas=(0.9, 0.95), fused=True)
@@ -202,23 +204,25 @@ def evaluate(model, val, config):
     return total.item() / n
 
 
+def lambda_of(attn, x):
+    """The mean lambda of a layer over its heads and the tokens of x (B, T, C), or None."""
+    lam = getattr(attn, "lam", None)
+    if callable(lam):  # an arm of your own may also have a number, or a parameter
+        lam = lam(x)
+    return None if lam is None else torch.as_tensor(lam).float().mean().item()
+
+
 @torch.no_grad()
 def lambdas(model, idx):
-    """lambda of each layer that has one: its mean over all heads, and over the tokens of idx."""
-    found = []
-
-    def look(attn, inputs, output):
-        lam = getattr(attn, "lam", None)  # an arm of your own may have a method, or a number
-        if callable(lam):
-            lam = lam(inputs[0])
-        if lam is not None:
-            found.append(torch.as_tensor(lam).float().mean().item())
-
-    hooks = [block.attn.register_forward_hook(look) for block in model.blocks]
+    """The mean lambda of each layer that has one, over the tokens of idx (B, T)."""
+    inputs = []
+    hooks = [block.attn.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+             for block in model.blocks]
     model(idx)
     for hook in hooks:
         hook.remove()
-    return found
+    found = [lambda_of(block.attn, x) for block, x in zip(model.blocks, inputs)]
+    return [round(lam, 4) for lam in found if lam is not None]
 
 
 def look_at(model, val, enc, config):
@@ -227,7 +231,7 @@ def look_at(model, val, enc, config):
     idx = load_sequences(val, range(n), config.block_size)[:, :-1].to(config.device)
     model.eval()
     with autocast(config):
-        found = {"lambda": [round(lam, 4) for lam in lambdas(model, idx)]}
+        found = {"lambda": lambdas(model, idx)}
         try:
             prompt = enc.encode_ordinary("Once upon a time")
         except ValueError:  # a tokenizer of letters may lack one of them
@@ -238,9 +242,21 @@ def look_at(model, val, enc, config):
     return found | dict(sample=enc.decode(prompt + new, errors="backslashreplace"))
 
 
-# ---- a run
+def speed(config, size, steps, step, seconds):
+    """Tokens a second in the last `steps` steps, and what follows from them."""
+    rate = steps * config.total_batch / seconds
+    found = dict(tok_per_s=round(rate))
+    found["minutes_left"] = (config.steps - step) * config.total_batch / rate / 60
+    if config.device.startswith("cuda") and torch.cuda.get_device_capability()[0] == 9:
+        # forward and backward as PaLM counts them (2204.02311, B), as if each arm were softmax
+        flops = 6 * size + 12 * config.n_layer * config.n_embd * config.block_size
+        found["mfu"] = rate * flops / (WORLD * 989e12)  # of the peak of an H100 or H200 in bf16
+    return found
 
-# what may differ when a run goes on: these don't say what the run is
+
+# ---- a run: its folder has ckpt.pt, from which it goes on, and log.jsonl, a view of that
+
+# what may differ when a run goes on: these settings don't say what the run is
 FREE = ("preset", "data", "out", "restart", "kernel", "batch_size", "eval_every", "log_every",
         "device", "compile", "code", "torch", "date")
 
@@ -248,10 +264,8 @@ FREE = ("preset", "data", "out", "restart", "kernel", "batch_size", "eval_every"
 def describe(config, data, val):
     """The first line of a run's log: its settings, as they ran, its data and its code.
 
-    ValueError for a model that can't be, or too little data.
+    ModelError for impossible settings.
     """
-    if min(len(data), len(val)) <= config.block_size:
-        raise ValueError(f"--data={config.data} is too short for blocks of {config.block_size}")
     block = Block(config, depth=0)  # which says what None means for its arm
     run = asdict(config) | dict(mlp_width=block.mlp.up_proj.out_features)
     if config.subln is None:
@@ -289,63 +303,88 @@ def checkpoint(run):
 
 @torch.no_grad()
 def check(config):
-    """SystemExit if an arm contradicts itself: a class may have changed one of its forms alone."""
-    config = replace(config, vocab_size=97, kernel="sdpa")
-    model = GPT(config).eval()
-    for p in model.parameters():
-        p.add_(0.05 * torch.randn_like(p))  # a gate that starts at 0 would hide a difference
-    idx = torch.arange(70)[None]  # more than a chunk of linear attention
-    lambdas(model, idx)  # if that fails, it does so now and not after the first 250 steps
-    whole = model(idx, idx)[0]
-    others = {}
-    state = {}
-    model(idx[:, :66], state=state)
-    if all(state["layers"]):
-        others["the same in two parts"] = model(idx[:, 66:], idx[:, 66:], state)[0]
-    if "make_map" in getattr(model.blocks[0].attn, "forms", ()):
-        config.kernel = "map"
-        others["make_map times V"] = model(idx, idx)[0]
-    for name, logits in others.items():
-        if not torch.allclose(logits, whole[:, -logits.shape[1] :], atol=1e-3):
-            sys.exit(f"{config.attn}: attend is not {name}. --kernel=map trains make_map")
+    """SystemExit if an arm sees the future, or contradicts itself: one of its forms may be changed.
+
+    It looks at a first and a last layer in float64. Their parameters get some noise, so that none
+    which starts at 0 hides a difference.
+    """
+    T = max(8, min(300, config.block_size))
+    torch.manual_seed(0)
+    for depth in {0, config.n_layer - 1}:
+        layer = ATTENTION[config.attn](replace(config), depth).double().eval()
+        for p in layer.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+        x = torch.randn(2, T, config.n_embd, dtype=torch.float64)
+        lambda_of(layer, x)  # if that fails, it does so now and not after the first 250 steps
+        whole, has_state = read(layer, x, T)
+        outputs = {"sees later tokens": read(layer, x, T // 2)[0],
+                   "mixes the texts of a batch": read(layer, x[:1], T)[0]}
+        if has_state:
+            outputs["reads a text in parts in another way: attend, project or its state forget "
+                    "what was before"] = read(layer, x, T - 4, 2, 1, 1)[0]
+        if config.kernel != "map" and "make_map" in getattr(layer, "forms", ()):
+            layer.config.kernel = "map"
+            outputs["has an attend that is not make_map times V (which --kernel=map trains)"] = (
+                read(layer, x, T)[0])
+        for problem, y in outputs.items():
+            if not (y.isfinite().all() and whole.isfinite().all()):
+                sys.exit(f"{config.attn} makes numbers that are not finite")
+            expected = whole[: y.shape[0], : y.shape[1]]
+            if (y - expected).abs().max() > 1e-4 * whole.abs().max():
+                sys.exit(f"{config.attn} {problem}")
+        hidden = [name for name, _ in layer.named_children() if hasattr(type(layer), name)]
+        if hidden:
+            sys.exit(f"{config.attn} has a module {hidden[0]}, which the method of this name hides")
+    if RANK == 0 and len(outputs) + (not has_state) < 4 and config.kernel != "map":
+        print(f"{config.attn}: its equation is compared with nothing, since it has no make_map")
+
+
+def read(layer, x, *lengths):
+    """The layer's outputs for x, given in parts of so many tokens, and whether it keeps a state."""
+    state, outputs, start = {}, [], 0
+    for part in x[:, : sum(lengths)].split(lengths, dim=1):
+        rope = make_rope(layer.config, part.shape[1], x.device, x.dtype, start)
+        outputs.append(layer(part, rope, state))
+        start += part.shape[1]
+    return torch.cat(outputs, dim=1), bool(state)
 
 
 def write_log(out, log):
-    """Writes all lines of a log: those of a run are few."""
+    """Writes all lines of a log. Those of a run are few."""
     Path(out, "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
 
 
-def speed(config, size, step, logged, seconds):
-    """Tokens a second since the last step that was logged, and what follows from them."""
-    rate = (step - logged) * config.total_batch / seconds
-    found = dict(tok_per_s=round(rate))
-    found["minutes_left"] = (config.steps - step) * config.total_batch / rate / 60
-    if config.device.startswith("cuda") and torch.cuda.get_device_capability()[0] == 9:
-        # forward and backward as PaLM counts them (2204.02311, B), as if it were softmax
-        flops = 6 * size + 12 * config.n_layer * config.n_embd * config.block_size
-        found["mfu"] = rate * flops / (WORLD * 989e12)  # of the peak of an H100 or H200 in bf16
-    return found
+def report(out, log, model, optimizer, tokenizer):
+    """Prints the last line of a log. If the model was evaluated, it is saved before."""
+    record = log[-1]
+    if "val_loss" in record:
+        extra = dict(step=record["step"], log=log, optimizer=optimizer.state_dict())
+        model.save(Path(out, "ckpt.pt"), tokenizer=tokenizer, **extra)
+    write_log(out, log)
+    shown = {name: f"{x:.5g}" if type(x) is float else x for name, x in record.items()}
+    print(" | ".join(f"{name} {x}" for name, x in shown.items()), flush=True)
 
 
 def train(config, run, data, val, tokenizer):
     """Trains one model, from its checkpoint if there is one. Returns the lines of its log."""
-    if config.kernel != "map":
-        check(config)
     torch.manual_seed(config.seed)  # for an arm of your own that draws its first weights itself
     model = GPT(config, config.seed).to(config.device)
     optimizer = make_optimizer(model, config)
     size = sum(p.numel() for p in model.parameters())
-    out, step, log = run["out"], 0, [run | dict(parameters=size)]
+    step, log = 0, [run | dict(parameters=size)]
     there = checkpoint(run)
     if there is not None:
         model.load_state_dict(there.state_dict())
         optimizer.load_state_dict(there.extra["optimizer"])
         step, log = there.extra["step"], there.extra["log"]
+        del there
     if RANK == 0:
-        print(f"{config.attn}: {size:,} parameters, from step {step} -> {out}")
-        write_log(out, log)  # which now ends where the checkpoint does
+        print(f"{config.attn}: {size:,} parameters, from step {step} -> {run['out']}")
+        write_log(run["out"], log)  # which now ends where the checkpoint does
         if log[0].get("code") != run["code"]:
-            print(f"{out} began under other code than this, and goes on")
+            is_over = step == config.steps
+            what = "is finished: --restart trains it anew" if is_over else "goes on"
+            print(f"{run['out']} began under other code than this, and {what}")
     compiled = model
     if config.compile and config.device.startswith("cuda"):
         torch.compiler.reset()  # or the later arms of a list would not be compiled any more
@@ -367,69 +406,88 @@ def train(config, run, data, val, tokenizer):
             record = dict(step=step, tokens=step * config.total_batch)
             record |= dict(train_loss=loss.item() / WORLD, grad_norm=grad_norm.item())
             record["lr"] = learning_rate(step - 1, config)
-            record |= speed(config, size, step, logged, seconds=time.perf_counter() - clock)
+            record |= speed(config, size, step - logged, step, time.perf_counter() - clock)
             if evaluate_now:
                 record["val_loss"] = evaluate(compiled, val, config)
                 record |= look_at(model, val, get_tokenizer(tokenizer), config)
-            if not math.isfinite(record["train_loss"] + record.get("val_loss", 0)):
+            numbers = [record["train_loss"], record["grad_norm"], record.get("val_loss", 0)]
+            if not all(map(math.isfinite, numbers)):
                 # such a model does not recover, and must not replace the checkpoint
                 record = dict(step=step, diverged="it is not saved. Try a lower --lr")
             log.append(record)
             if RANK == 0:
-                if "val_loss" in record:  # saved before anything is printed: a pipe may break
-                    extra = dict(step=step, log=log, optimizer=optimizer.state_dict())
-                    model.save(Path(out, "ckpt.pt"), tokenizer=tokenizer, **extra)
-                    saved = step
-                write_log(out, log)
-                shown = {name: f"{x:.5g}" if type(x) is float else x for name, x in record.items()}
-                print(" | ".join(f"{name} {x}" for name, x in shown.items()), flush=True)
+                report(run["out"], log, model, optimizer, tokenizer)
+            saved = step if "val_loss" in record else saved
             logged = step
             clock = time.perf_counter()
     except KeyboardInterrupt:
-        sys.exit(f"\nstopped at step {step}: without --restart it goes on from step {saved}")
+        from_where = f"it goes on from step {saved}"
+        if run["restart"] and saved == 0:
+            from_where = "the old run is still there"
+        sys.exit(f"\nstopped at step {step}: without --restart {from_where}")
     return log
+
+
+def open_runs(argv):
+    """(configs, the first lines of their logs, train, val, tokenizer) of a command line."""
+    with one_sentence("train.py", ValueError, ImportError):
+        configs = parse(argv)
+        data, val, tokenizer = load_data(configs[0].data)
+        shortest = min(len(data), len(val)) - 1
+        if shortest < configs[0].block_size:
+            raise ValueError(f"--data={configs[0].data} is too short for a block of "
+                             f"{configs[0].block_size} tokens")
+    n_vocab = get_tokenizer(tokenizer).n_vocab
+    configs = [replace(config, vocab_size=n_vocab) for config in configs]
+    with one_sentence("train.py", ModelError):
+        runs = [describe(config, data, val) for config in configs]
+    with one_sentence("train.py", ValueError):
+        for run in runs:
+            checkpoint(run)  # another run is refused before the first arm is trained
+        for run in runs:
+            Path(run["out"]).mkdir(parents=True, exist_ok=True)
+    with one_sentence("train.py", NotImplementedError):
+        for config in configs:
+            check(config)
+    return configs, runs, data, val, tokenizer
 
 
 def main(argv=None):
     """Trains the runs that a command line asks for. Returns the last val loss of each."""
     torch.set_float32_matmul_precision("high")  # TF32, where matmuls are in float32
-    with one_sentence("train.py", ValueError, ImportError):
-        configs = parse(argv)
-        data, val, tokenizer = load_data(configs[0].data)
-        n_vocab = get_tokenizer(tokenizer).n_vocab
-        configs = [replace(config, vocab_size=n_vocab) for config in configs]
-        runs = [describe(config, data, val) for config in configs]
-        for run in runs:
-            checkpoint(run)  # another run is refused before the first arm is trained
-        for run in runs:
-            Path(run["out"]).mkdir(parents=True, exist_ok=True)
+    configs, runs, *data = open_runs(argv)
     if WORLD > 1:
         if configs[0].device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group()
     if configs[0].preset == "toy" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # at this size more threads mostly wait for one another
-    if RANK == 0:
-        print(f"preset {configs[0].preset} on {configs[0].device}, {len(data):,} train tokens")
-        if configs[0].device.startswith("mps"):
-            print("nobody has run this on mps yet: compare the first steps with --device=cpu")
     with one_sentence("train.py"):
-        logs = [train(*each, data, val, tokenizer) for each in zip(configs, runs)]
+        if RANK == 0:
+            tokens = f"{len(data[0]):,} train tokens"
+            print(f"preset {configs[0].preset} on {configs[0].device}, {tokens}")
+            if configs[0].device.startswith("mps"):
+                print("nobody has run this on mps yet: compare the first steps with --device=cpu")
+        logs = [train(config, run, *data) for config, run in zip(configs, runs)]
+        losses = [log[-1].get("val_loss", math.inf) for log in logs]
+        if RANK == 0:
+            summarize(logs)
     if WORLD > 1:
         dist.destroy_process_group()
-    losses = [log[-1].get("val_loss", math.inf) for log in logs]
-    if RANK == 0:
-        for (first, *_, last), loss in zip(logs, losses):
-            print(f"{first['attn']:16} val loss {loss:.4f}, {last.get('tok_per_s', 0):,} tokens/s, "
-                  f"{first['parameters']:,} parameters")
-        # an arm of your own is known to its file alone: then this is like python myarm.py
-        program = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])]
-        if Path(sys.argv[0]).name == "train.py":
-            program = ["python", "sample.py"]
-        out = Path(configs[-1].out)
-        print(f"sample from it:  {' '.join(program)} --ckpt={out}")
-        print(f"compare seeds:   python -m lab.losses {out.parent.parent}")
     return losses
+
+
+def summarize(logs):
+    """Prints a line for each run, and what one can do next."""
+    for first, *_, last in logs:
+        print(f"{first['attn']:16} val loss {last.get('val_loss', math.inf):.4f}, "
+              f"{last.get('tok_per_s', 0):,} tokens/s, {first['parameters']:,} parameters")
+    out, program = Path(first["out"]), "sample.py"
+    if ATTENTION[first["attn"]].__module__ == "__main__":  # an arm that only its own file knows
+        spec = sys.modules["__main__"].__spec__
+        program = f"-m {spec.name}" if spec else sys.argv[0]
+    print(f"sample from it:  python {program} --ckpt={out}")
+    print(f"compare seeds:   python -m lab.losses {out.parent.parent}")
 
 
 if __name__ == "__main__":
