@@ -284,6 +284,8 @@ def from_transformers(args):
     source = find_source(args.source)
     try:
         theirs, tokenizer = open_gguf(source) if source.is_file() else open_folder(source)
+    except ImportError:  # a package is missing
+        raise
     except Exception as e:  # a file can be damaged in many ways
         raise ValueError(f"{source} can't be read. Is it damaged? {e!r:.300}") from e
     model = make_gpt(theirs)

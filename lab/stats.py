@@ -47,11 +47,14 @@ def load_checkpoint(path, device="cpu"):
 
 def load_tokenizer(file, model):
     """The tokenizer of a checkpoint: one of data.py, or one of transformers, kept beside it."""
-    try:
-        if "tokenizer" in model.extra:
+    if "tokenizer" in model.extra:
+        try:
             return get_tokenizer(model.extra["tokenizer"])
-        if not (file.parent / "tokenizer.json").exists():
-            raise SystemExit(f"{file} does not name its tokenizer, and none lies beside it")
+        except (OSError, ValueError) as e:
+            raise SystemExit(str(e)) from None
+    if not (file.parent / "tokenizer.json").exists():
+        raise SystemExit(f"{file} does not name its tokenizer, and none lies beside it")
+    try:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(file.parent)

@@ -135,7 +135,7 @@ def test_a_folder_has_the_bits_and_the_next_tokens_of_its_checkpoint(attn):
         theirs(idx, attention_mask=mask, labels=idx)
 
 
-def test_a_sample_of_transformers_ends_with_the_document():
+def test_transformers_knows_the_end_of_a_document_and_the_length():
     save_ours("diff")
     hf.main(["to", "ckpt.pt", "folder"])
     theirs = AutoModelForCausalLM.from_pretrained("folder", **TRUST)
