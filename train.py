@@ -303,7 +303,7 @@ def checkpoint(run):
 
 @torch.no_grad()
 def check(config):
-    """SystemExit if an arm sees the future, or contradicts itself: one of its forms may be changed.
+    """SystemExit if an arm sees the future, or if one of its forms contradicts another.
 
     It looks at a first and a last layer in float64. Their parameters get some noise, so that none
     which starts at 0 hides a difference.
@@ -317,30 +317,31 @@ def check(config):
         x = torch.randn(2, T, config.n_embd, dtype=torch.float64)
         lambda_of(layer, x)  # if that fails, it does so now and not after the first 250 steps
         whole, has_state = read(layer, x, T)
-        outputs = {"sees later tokens": read(layer, x, T // 2)[0],
-                   "mixes the texts of a batch": read(layer, x[:1], T)[0]}
+        others = {"sees later tokens": read(layer, x, T // 2)[0],
+                  "mixes the texts of a batch": read(layer, x[:1], T)[0]}
         if has_state:
-            outputs["reads a text in parts in another way: attend, project or its state forget "
-                    "what was before"] = read(layer, x, T - 4, 2, 1, 1)[0]
-        if config.kernel != "map" and "make_map" in getattr(layer, "forms", ()):
+            others["reads a text in parts in another way: attend, project or its state forget what "
+                   "was before"] = read(layer, x, T - 4, 2, 1, 1)[0]
+        has_map = "make_map" in getattr(layer, "forms", ())
+        if has_map:
             layer.config.kernel = "map"
-            outputs["has an attend that is not make_map times V (which --kernel=map trains)"] = (
-                read(layer, x, T)[0])
-        for problem, y in outputs.items():
+            by_map = read(layer, x, T)[0]
+            others["has an attend that is not make_map times V (--kernel=map trains it)"] = by_map
+        for problem, y in others.items():
+            expected = whole[: y.shape[0], : y.shape[1]]
             if not (y.isfinite().all() and whole.isfinite().all()):
                 sys.exit(f"{config.attn} makes numbers that are not finite")
-            expected = whole[: y.shape[0], : y.shape[1]]
             if (y - expected).abs().max() > 1e-4 * whole.abs().max():
                 sys.exit(f"{config.attn} {problem}")
-        hidden = [name for name, _ in layer.named_children() if hasattr(type(layer), name)]
-        if hidden:
-            sys.exit(f"{config.attn} has a module {hidden[0]}, which the method of this name hides")
-    if RANK == 0 and len(outputs) + (not has_state) < 4 and config.kernel != "map":
+        for name, _ in layer.named_children():
+            if hasattr(type(layer), name):
+                sys.exit(f"{config.attn} has a module {name}, which its method {name} hides")
+    if RANK == 0 and not has_map:
         print(f"{config.attn}: its equation is compared with nothing, since it has no make_map")
 
 
 def read(layer, x, *lengths):
-    """The layer's outputs for x, given in parts of so many tokens, and whether it keeps a state."""
+    """What a layer makes of x, given in parts of so many tokens, and whether it keeps a state."""
     state, outputs, start = {}, [], 0
     for part in x[:, : sum(lengths)].split(lengths, dim=1):
         rope = make_rope(layer.config, part.shape[1], x.device, x.dtype, start)

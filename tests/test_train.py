@@ -581,7 +581,7 @@ class HiddenModule(Diff):
     (MeanOverTime, "mine sees later tokens"),
     (MixesTheBatch, "mine mixes the texts of a batch"),
     (NotANumber, "mine makes numbers that are not finite"),
-    (HiddenModule, "mine has a module lam, which the method of this name hides"),
+    (HiddenModule, "mine has a module lam, which its method lam hides"),
 ])
 def test_an_arm_that_is_wrong_is_not_trained(arm, says, monkeypatch):
     monkeypatch.setitem(ATTENTION, "mine", arm)
