@@ -6,14 +6,14 @@ Softmax, linear and differential attention side by side in one GPT.
     exp(q . k)          softmax     softmax_average     diff, diff_v2
     phi(q) . phi(k)     linear      linear_average      diff_linear
 
-    diff        Differential Transformer, arXiv 2410.05258 ("the paper", whose Eq. 1 to 3 we cite)
+    diff        Differential Transformer, arXiv 2410.05258, which we call the paper
     diff_v2     its authors' second version, https://huggingface.co/blog/microsoft/diff-attn-v2
     linear      Transformers are RNNs, arXiv 2006.16236
 
 Attention multiplies the values V by a causal T x T matrix A, which we call the map: row i says how
-much token i takes from each token j <= i. The difference of two maps is meant to take away what
-both of them give to irrelevant tokens. We call a kind of attention an arm. The class of an arm says
-its equation twice:
+much token i takes from each token j <= i. The difference of two maps is meant to cancel the weight
+that both of them give to irrelevant tokens. We call a kind of attention an arm. The class of an arm
+has its equation in two forms:
 
     make_map    A, as the paper writes it: to read, to look at, and to test the other form
     attend      A V, computed without ever holding A: this is what trains
@@ -24,8 +24,10 @@ its equation twice:
     difference            A_1 - lambda A_2, where each map has queries of its own
 
 R_i is the rotary embedding, a rotation by angles that grow with the position i. phi is a feature
-map, whose values are positive. z_i makes the weights of a row sum to 1. (In linear maps it is the
-sum without the R, so there the weights need not sum to 1.) The letters for shapes:
+map, whose values are positive. z_i makes the weights of a row sum to 1. (In a linear map it is the
+sum without the R. So there the sum may be another one, and a weight may be negative.)
+
+The letters for shapes:
 
     here  paper     Microsoft's code
     B                           batch
@@ -34,9 +36,9 @@ sum without the R, so there the weights need not sum to 1.) The letters for shap
     H                           maps, each with queries of its own: n_head, but 2 n_head in diff_v2
     h     h         num_heads   heads, each with values of its own: H, but H/2 for a difference
     d     d         head_dim    channels of a query and of a key: C / n_head
-    d_v   2d                    channels of a value: C / h
+    d_v   2d                    channels of a value: C / h, which is 2d in diff and diff_linear
 
-Reimplementations of diff get five things wrong above all. Here, as in Microsoft's code,
+Five things that reimplementations of diff often get wrong. Here, as in Microsoft's code,
 
     1. the two maps of head n are neighbours, 2n and 2n + 1, and share a value twice as wide
     2. the rotation turns neighbouring channels, 2m and 2m + 1
@@ -82,7 +84,7 @@ def linear_map(q, k, rope):
 
 
 def average_map(A):
-    """U, (T, T), for maps A (B, H, T, T): token i takes 1 / i from each token up to itself."""
+    """U, (T, T), for maps A (B, H, T, T): the i-th token takes 1 / i from each one up to itself."""
     ones = torch.ones_like(A[0, 0]).tril()
     return ones / ones.sum(-1, keepdim=True)
 
@@ -92,34 +94,38 @@ def average_map(A):
 class Attention(nn.Module):
     """What all arms share. layer(x) takes (B, T, C) to (B, T, C), and layer.map(x) is A.
 
-    An arm of your own needs make_map alone: it makes a causal A (B, h, T, T) of q (B, H, T, d) and
-    k, which are not rotated yet. The arm then trains through this map, correctly but slowly.
-    If it has an attend as well, attend trains. Before a run train.py compares it with the map.
-    To change only q, k, v or lambda, override project or lam of an arm: both forms follow, as long
-    as project takes each token by itself. lam(x) is a number, or as large as (B, h, T, 1).
+    An arm of your own is a subclass with one or more of
+
+        make_map(self, q, k, x, rope)           A (B, h, T, T), causal. q and k are not rotated yet
+        attend(self, q, k, v, x, rope, state)   A V (B, h, T, d_v), as a fast form of the same
+        project(self, x)                        other q, k, v, if each token is taken by itself
+        lam(self, x)                            another lambda: a number, or up to (B, h, T, 1)
+
+    make_map alone trains through the map, correctly but slowly. With an attend beside it, attend
+    trains, and train.py compares the two before a run. project and lam serve both forms.
 
     A GPT draws the first values of all weights that are named ..._proj. Names and shapes of the
     parameters are those of Microsoft's MultiheadDiffAttn.
     """
 
-    heads_per_value = 1  # 2: heads are half as many and twice as wide, and n_head counts the maps
-    usual_subln = 0.0  # the first weight of the norm behind A V, unless config.subln says another
+    value_width = 1  # d_v / d. With 2 there are half as many heads, and n_head counts the maps
+    usual_subln = 0.0  # the first weight of the norm behind A V, if config.subln is None. 0: no norm
 
     def __init__(self, config, depth):
         super().__init__()
         C, n_head = config.n_embd, config.n_head
-        if n_head < 1 or n_head % self.heads_per_value != 0:
-            raise ModelError(f"n_head must be a multiple of {self.heads_per_value}, not {n_head}")
+        if n_head < 1 or n_head % self.value_width != 0:
+            raise ModelError(f"n_head must be a multiple of {self.value_width}, not {n_head}")
         if C < 1 or C % (2 * n_head) != 0:  # the rotation turns pairs of channels
             raise ModelError(f"n_embd must be a multiple of {2 * n_head}, not {C}")
         self.config = config
         self.d = C // n_head
-        self.h = n_head // self.heads_per_value
+        self.h = n_head // self.value_width
         self.q_proj = nn.Linear(C, C, bias=False)
         self.k_proj = nn.Linear(C, C, bias=False)
         self.v_proj = nn.Linear(C, C, bias=False)
         self.out_proj = nn.Linear(C, C, bias=False)
-        self.lambda_init = 0.0  # only arms with the factor 1 - lambda_init have another one
+        self.lambda_init = 0.0  # which leaves the output as it is. Diff has another one
         self.subln = None  # no norm
         first_weight = self.usual_subln if config.subln is None else config.subln
         if first_weight > 0:
@@ -131,8 +137,9 @@ class Attention(nn.Module):
     def forward(self, x, rope=None, state=None):
         """rope: the angles of these positions, see make_rope. None: positions from 0 on.
 
-        state: a dict, {} at first, in which attend keeps what the next tokens need of these. They
-        come in parts of any length, mostly one by one. An arm that keeps nothing rereads the text.
+        state: a dict, {} at first, in which attend keeps what the next tokens need of these. The
+        next call may have one token or many. If attend leaves it empty, generate gives the whole
+        text each time.
         """
         if rope is None:
             if state:
@@ -140,7 +147,8 @@ class Attention(nn.Module):
             rope = make_rope(self.config, x.shape[1], x.device, x.dtype)
         q, k, v = self.project(x)
         if self.config.kernel == "map" or "attend" not in self.forms:
-            y = self.own_map(q, k, x, rope).to(v.dtype) @ v  # slow, and it keeps no state
+            A = self.own_map(q, k, x, rope).to(v.dtype)  # slow, and it keeps no state
+            y = A @ for_each_map(v, A)
         else:
             y = self.attend(q, k, v, x, rope, {} if state is None else state)  # (B, h, T, d_v)
         if self.subln is not None:
@@ -161,7 +169,7 @@ class Attention(nn.Module):
         return self.own_map(q, k, x, make_rope(self.config, x.shape[1], x.device, x.dtype))
 
     def own_map(self, q, k, x, rope):
-        """make_map, but not where it is inherited and attend is new: it would be another arm's."""
+        """make_map, or an error if a class has an attend of its own and only inherits make_map."""
         if "make_map" not in self.forms:
             raise NotImplementedError(f"{type(self).__name__} has no make_map of its own")
         return self.make_map(q, k, x, rope)
@@ -207,16 +215,16 @@ class Diff(Softmax):
         head = (1 - lambda_init) RMSNorm(A V)                                             (Eq. 3)
 
     The queries and keys 2n and 2n + 1 make the two maps of head n, whose values are twice as wide.
-    A row of A sums to 1 - lambda only. The norm brings the outputs of all heads back to one size.
+    A row of A sums to 1 - lambda only, so outputs are small. The norm restores their size.
     """
 
-    heads_per_value = 2
+    value_width = 2
     usual_subln = 1.0
 
     def __init__(self, config, depth):
         super().__init__(config, depth)
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)  # depth: the first layer is 0
-        # in a GPT draw_parameters draws these anew. Here they are for a layer that is used alone
+        # a GPT draws these anew, in draw_parameters. Here they serve a layer that is used alone
         self.lambda_q1 = nn.Parameter(torch.randn(self.d) * 0.1)
         self.lambda_k1 = nn.Parameter(torch.randn(self.d) * 0.1)
         self.lambda_q2 = nn.Parameter(torch.randn(self.d) * 0.1)
@@ -268,7 +276,7 @@ class Linear(Attention):
         return linear_attention(q, k, v, state)
 
 
-class LinearAverage(SoftmaxAverage):  # whose lambda it has
+class LinearAverage(SoftmaxAverage):  # for its lambda. Both forms are new
     """A - lambda U, where A is a linear map."""
 
     def make_map(self, q, k, x, rope):
@@ -280,7 +288,7 @@ class LinearAverage(SoftmaxAverage):  # whose lambda it has
         return linear_attention(q, k, v, state) - self.lam(x) * running_mean(v, state)
 
 
-class DiffLinear(Diff):  # whose lambda and norm it has
+class DiffLinear(Diff):  # for its lambda and its norm. Both forms are new
     """Eq. 1 with two linear maps, which fold into one linear attention:
 
         q_1 . k_1 - lambda q_2 . k_2 = [q_1, -lambda q_2] . [k_1, k_2]
@@ -343,7 +351,7 @@ def linear_attention(q, k, v, state, chunk=64):
         state["S"] = state.get("S", 0) + (upcast(k).mT * upcast(v))[:, :, None]  # of one chunk
         # q S as a product and a sum, because autocast would round a matmul to bf16
         return (upcast(q).mT * state["S"][:, :, 0]).sum(2, keepdim=True)
-    # torch.compile needs contiguous where T is unknown to it, since the padding may be 0
+    # torch.compile fails without contiguous where T is unknown to it, and the padding may be 0
     q, k, v = [
         F.pad(x.to(v.dtype).contiguous(), (0, 0, 0, -T % chunk)).unflatten(2, (-1, chunk))
         for x in (q, k, v)
@@ -403,7 +411,7 @@ def fused_attention(q, k, v, kernel):
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
     if q.device.type == "mps":  # Apple's GPUs have a kernel of their own
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-    # without this list PyTorch may take its MATH backend, which holds the map, without telling us
+    # without this list PyTorch may silently take its MATH backend, which holds the whole map
     first = SDPBackend.CUDNN_ATTENTION if is_hopper else SDPBackend.FLASH_ATTENTION
     with sdpa_kernel([first, SDPBackend.EFFICIENT_ATTENTION], set_priority=True):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
@@ -441,18 +449,20 @@ def upcast(x):
 
 
 def phi(x):
-    """elu(x) + 1 (2006.16236, Eq. 7), written so that bf16 does not make 0 of it below x = -6."""
+    """elu(x) + 1 (2006.16236, Eq. 7), written so that bf16 does not round it to 0 below x = -6."""
     return F.relu(x) + torch.exp(x.clamp(max=0))
 
 
 def make_rope(config, T, device, dtype, start=0):
-    """Cosines and sines of the angles m theta^(-2i/d) of T positions m from start on, (T, d/2)."""
+    """Cosines and sines of the angles i theta^(-2m/d), for T positions i from start on and all
+    pairs m of channels: (T, d/2) each.
+    """
     d = config.n_embd // config.n_head
     # in float64, because the angles of late positions are large, and float32 would round them.
     # Apple's MPS has no float64
     place = "cpu" if torch.device(device).type == "mps" else device
-    i = torch.arange(d // 2, device=place, dtype=torch.float64)
-    frequency = config.rope_theta ** (-2 * i / d) if config.rope_theta else torch.zeros_like(i)
+    m = torch.arange(d // 2, device=place, dtype=torch.float64)
+    frequency = config.rope_theta ** (-2 * m / d) if config.rope_theta else torch.zeros_like(m)
     angle = torch.arange(start, start + T, device=place)[:, None] * frequency
     # one table in memory. Else torch.compile computes the cosines anew wherever they are used
     table = torch.stack((angle.cos(), angle.sin()))
@@ -469,9 +479,9 @@ def rotate(x, rope):
 
 
 def forms_of(arm):
-    """Which forms of its equation an arm has: those that the youngest class of its family defines.
+    """{"make_map"}, {"attend"} or both: what the first class of the arm's MRO has that has any.
 
-    A class that overrides make_map alone must not train through the attend that it inherits.
+    A class that overrides make_map alone must not train through the attend of its parent.
     """
     for kind in arm.__mro__:
         found = {"make_map", "attend"} & vars(kind).keys()
@@ -481,7 +491,7 @@ def forms_of(arm):
 
 
 class ModelError(ValueError):
-    """These settings make no model."""
+    """No model can be made of these settings, or of this file."""
 
 
 # ---- the GPT
@@ -496,7 +506,7 @@ class GPTConfig:
     n_embd: int = 768  # channels
     block_size: int = 1024  # tokens of a training sequence
     vocab_size: int = 50257  # of the tokenizer
-    mlp_width: int | None = None  # channels in the MLP (so that all arms are equally large)
+    mlp_width: int | None = None  # channels in the MLP (so that all arms have equally many weights)
     rope_theta: float = 10000.0  # base of the rotary embedding's angles, 0 for no rotation
     subln: float | None = None  # first weight of the norm of heads, 0 for none (1 in diff)
     kernel: Literal["sdpa", "flash_attn", "map"] = "sdpa"  # map: the equation itself, slow
@@ -527,8 +537,8 @@ class Block(nn.Module):
         self.attn = ATTENTION[config.attn](config, depth)
         width = config.mlp_width
         if width is None:
-            # 8C/3 is usual for SwiGLU, here down to a multiple of 8. The MLP then gives up as many
-            # parameters as the arm's matrices have more than softmax's (that is 3C a channel)
+            # 8C/3 is usual for SwiGLU, here rounded down to a multiple of 8. If the arm's matrices
+            # have more parameters than softmax's, the MLP has as many less: 3C for each channel
             more = sum(p.numel() for p in self.attn.parameters() if p.ndim > 1) - 4 * C * C
             width = max(8, 8 * C // 3 // 8 * 8 - round(more / (3 * C)))
         self.norm1 = nn.RMSNorm(C, eps=NORM_EPS)
@@ -541,7 +551,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The whole model. A text may be longer than block_size. ModelError for impossible settings."""
+    """The whole model. A text may be longer than block_size.
+
+    seed: None draws no parameters, for load. Raises ModelError for impossible settings.
+    """
 
     def __init__(self, config, seed=1337):
         super().__init__()
@@ -551,7 +564,8 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(rows, config.n_embd)  # the embedding is also the output layer
         self.blocks = nn.ModuleList(Block(config, depth) for depth in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
-        self.draw_parameters(seed)
+        if seed is not None:
+            self.draw_parameters(seed)
 
     @torch.no_grad()
     def draw_parameters(self, seed):
@@ -600,7 +614,7 @@ class GPT(nn.Module):
         if targets is None:
             return logits, None
         loss = F.cross_entropy(upcast(logits).flatten(0, 1), targets.flatten())
-        return logits.detach(), loss  # with their graph they would hold the memory of a step
+        return logits.detach(), loss  # else the logits would keep the whole graph in memory
 
     @torch.inference_mode()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
@@ -623,7 +637,7 @@ class GPT(nn.Module):
                 state, new = {}, idx
 
     def save(self, path, **extra):
-        """Write the model and extra, tensors and plain values. A kill leaves the old file whole."""
+        """Write the model and extra, tensors and plain values. If it's killed, the old file stays."""
         config = {f.name: getattr(self.config, f.name) for f in fields(GPTConfig)}
         temporary = Path(f"{path}.tmp")
         try:
@@ -637,20 +651,20 @@ class GPT(nn.Module):
         """The model that save() wrote, in eval mode, with what else was saved in its .extra.
 
         Attention is computed as in training, but with SDPA in place of flash_attn. No code in the
-        file is run. OSError or ValueError if it can't be loaded.
+        file is run. Raises OSError or ModelError if it can't be loaded.
         """
         try:
             extra = torch.load(path, map_location="cpu", weights_only=True)
             config = GPTConfig(**extra.pop("config"))
             config.kernel = "map" if config.kernel == "map" else "sdpa"
-            model = cls(config)
+            model = cls(config, seed=None)
             model.load_state_dict(extra.pop("model"))
         except (FileNotFoundError, IsADirectoryError, PermissionError, ModelError):
             raise
         except Exception as e:  # a file can be wrong in many ways
             why = " ".join(str(e).split()) if "state_dict" in str(e) else type(e).__name__
             why = f"it is damaged, or of another model ({why:.200})"
-            raise ValueError(f"{path} can't be loaded: {why}") from e
+            raise ModelError(f"{path} can't be loaded: {why}") from e
         model.extra = extra
         return model.to(device).eval()
 

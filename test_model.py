@@ -265,6 +265,12 @@ def test_rotation_is_exact_far_away():
     assert error(far, near.double()) < 1e-6
 
 
+def test_a_row_whose_features_are_all_0_is_no_nan():
+    layer = sharp_layer("linear").float()
+    x = -1e3 * layer.q_proj.weight.pinverse().sum(1).detach()  # all queries are very negative
+    assert layer(x.expand(1, 3, 32)).isfinite().all()
+
+
 def flash_attn_func(q, k, v, softmax_scale, causal):
     """What the package flash-attn computes: all are (B, T, H, d), with one d."""
     assert q.shape[-1] == k.shape[-1] == v.shape[-1] and causal

@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass, fields, replace
@@ -27,8 +28,9 @@ import torch.distributed as dist
 import tyro
 from torch.nn.parallel import DistributedDataParallel
 
+from check import check_arm, lambda_of
 from data import FINEWEB, get_tokenizer, load_data, load_sequences, one_sentence
-from model import ATTENTION, GPT, Block, GPTConfig, ModelError, make_rope
+from model import ATTENTION, GPT, Block, GPTConfig, ModelError
 
 RANK = int(os.environ.get("RANK") or 0)  # torchrun starts WORLD processes and numbers them
 WORLD = int(os.environ.get("WORLD_SIZE") or 1)
@@ -61,7 +63,7 @@ class Config(GPTConfig):
     eval_tokens: int = 10_485_760  # val tokens of an evaluation
     log_every: int = 10  # steps between lines of the log
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cuda, cuda:1, cpu or mps
-    dtype: Literal["float32", "bfloat16"] = "bfloat16" if HAS_BF16 else "float32"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16" if HAS_BF16 else "float32"  # of matmuls
     compile: bool = True  # torch.compile the model (on cuda)
 
     def __post_init__(self):
@@ -74,9 +76,11 @@ class Config(GPTConfig):
                     least = "0 or more" if may_be_0 else "above 0"
                     raise ValueError(f"{field.name} must be {least} and not too large: {value}")
         kind, _, number = self.device.partition(":")
-        count = getattr(torch, kind).device_count() if kind in ("cpu", "cuda", "mps") else 0
-        if number not in ("", *map(str, range(count))) or count == 0:
+        known = kind in ("cpu", "cuda", "mps") and getattr(torch, kind).is_available()
+        if not known or int(number or 0) >= getattr(torch, kind).device_count():
             raise ValueError(f"PyTorch sees no {self.device} here")
+        if self.kernel == "flash_attn" and (kind != "cuda" or self.dtype != "bfloat16"):
+            raise ValueError("--kernel=flash_attn needs --device=cuda and --dtype=bfloat16")
 
 
 MAY_BE_0 = ("warmup", "weight_decay", "grad_clip", "seed", "rope_theta", "subln")
@@ -97,7 +101,7 @@ def parse(argv=None):
     preset = PRESETS.get(p.parse_known_args(argv)[0].preset, PRESETS["toy"])
     config = tyro.cli(Config, description=__doc__, default=preset, args=argv, use_underscores=True)
     if config.kernel == "flash_attn":
-        import flash_attn  # if it is missing, say so now
+        import flash_attn  # noqa: F401  if it is missing, say so now
     if not 0 <= RANK < WORLD or (WORLD > 1 and "MASTER_ADDR" not in os.environ):
         raise ValueError(f"RANK is {RANK} and WORLD_SIZE is {WORLD}: start it with torchrun, "
                          "or unset both")
@@ -107,12 +111,13 @@ def parse(argv=None):
     if sequences == 0 or config.total_batch % multiple != 0:
         raise ValueError(f"total_batch must be a multiple of {multiple}, not {config.total_batch}")
     out = Path(config.out or f"out/{config.preset}").expanduser()
-    return [replace(config, attn=attn, out=str(out / attn)) for attn in config.attn.split(",")]
+    arms = [attn.strip() for attn in config.attn.split(",")]
+    return [replace(config, attn=attn, out=str(out / attn)) for attn in arms]
 
 
 # ---- a step
 
-@lru_cache(maxsize=2)  # the last batch of an epoch needs the order of the next one, too
+@lru_cache(maxsize=2)  # a batch may go over from one epoch into the next one
 def permutation(n, seed, epoch):
     return np.random.default_rng([seed, epoch]).permutation(n)
 
@@ -142,7 +147,7 @@ def learning_rate(step, config):
 def make_optimizer(model, config):
     """AdamW. Matrices decay, the embedding among them. Norms and lambdas do not."""
     matrices, vectors = [], []
-    for p in model.parameters():  # a lambda of an arm of yours may have the shape (h, 1, 1)
+    for p in model.parameters():  # a vector may have another shape, like (h, 1, 1)
         is_matrix = p.ndim == 2 or p.squeeze().ndim > 1
         (matrices if is_matrix else vectors).append(p)
     decaying = dict(params=matrices, weight_decay=config.weight_decay)
@@ -162,6 +167,7 @@ def training_step(model, optimizer, data, config, step):
     Returns two tensors, as numbers would have to wait for the GPU: the loss before the update, the
     mean over this process's sequences, and the norm of the gradient before clipping.
     """
+    torch.manual_seed(config.seed + step * WORLD + RANK)  # for an arm of yours that has dropout
     for param_group in optimizer.param_groups:
         param_group["lr"] = learning_rate(step, config)
     micro_steps = config.total_batch // (config.batch_size * config.block_size * WORLD)
@@ -202,14 +208,6 @@ def evaluate(model, val, config):
         dist.all_reduce(total)  # each process has a part of the sequences
     model.train()
     return total.item() / n
-
-
-def lambda_of(attn, x):
-    """The mean lambda of a layer over its heads and the tokens of x (B, T, C), or None."""
-    lam = getattr(attn, "lam", None)
-    if callable(lam):  # an arm of your own may also have a number, or a parameter
-        lam = lam(x)
-    return None if lam is None else torch.as_tensor(lam).float().mean().item()
 
 
 @torch.no_grad()
@@ -254,138 +252,18 @@ def speed(config, size, steps, step, seconds):
     return found
 
 
-# ---- a run: its folder has ckpt.pt, from which it goes on, and log.jsonl, a view of that
-
-# what may differ when a run goes on: these settings don't say what the run is
-FREE = ("preset", "data", "out", "restart", "kernel", "batch_size", "eval_every", "log_every",
-        "device", "compile", "code", "torch", "date")
-
-
-def describe(config, data, val):
-    """The first line of a run's log: its settings, as they ran, its data and its code.
-
-    ModelError for impossible settings.
-    """
-    block = Block(config, depth=0)  # which says what None means for its arm
-    run = asdict(config) | dict(mlp_width=block.mlp.up_proj.out_features)
-    if config.subln is None:
-        run["subln"] = getattr(block.attn, "usual_subln", 0.0)
-    ends = np.concatenate([data[:1000], data[-1000:], val[:1000], val[-1000:]])
-    run |= dict(train_tokens=len(data), val_tokens=len(val), ends=int(ends.sum()))
-    code = hashlib.sha256()
-    for module in ("model", __name__, type(block.attn).__module__):
-        file = getattr(sys.modules.get(module), "__file__", None)  # a notebook has none
-        code.update(Path(file).read_bytes() if file else b"")
-    today = time.strftime("%Y-%m-%d")
-    return run | dict(code=code.hexdigest()[:12], torch=str(torch.__version__), date=today)
-
-
-def checkpoint(run):
-    """The model that lies in the run's folder, or None. ValueError if it is another run's."""
-    path, log = Path(run["out"], "ckpt.pt"), Path(run["out"], "log.jsonl")
-    if run["restart"]:
-        return None
-    if not path.exists():
-        if log.exists() and "val_loss" in log.read_text():
-            raise ValueError(f"{path} is gone, but not its log: --restart discards that run")
-        return None
-    there = GPT.load(path)
-    first = there.extra["log"][0] if "log" in there.extra else {}
-    for name, here in run.items():
-        was = first.get(name)
-        if name not in FREE and was != here:
-            of = "--data's " if name in ("train_tokens", "val_tokens", "ends") else ""
-            difference = f"{of}{name} is {was!r} there and {here!r} here"
-            raise ValueError(f"{run['out']} is another run: {difference}. Take another --out, or "
-                             "--restart")
-    return there
-
-
-@torch.no_grad()
-def check(config):
-    """SystemExit if an arm sees the future, or if one of its forms contradicts another.
-
-    It looks at a first and a last layer in float64. Their parameters get some noise, so that none
-    which starts at 0 hides a difference.
-    """
-    T = max(8, min(300, config.block_size))
-    torch.manual_seed(0)
-    for depth in {0, config.n_layer - 1}:
-        layer = ATTENTION[config.attn](replace(config), depth).double().eval()
-        for p in layer.parameters():
-            p.add_(0.05 * torch.randn_like(p))
-        x = torch.randn(2, T, config.n_embd, dtype=torch.float64)
-        lambda_of(layer, x)  # if that fails, it does so now and not after the first 250 steps
-        whole, has_state = read(layer, x, T)
-        others = {"sees later tokens": read(layer, x, T // 2)[0],
-                  "mixes the texts of a batch": read(layer, x[:1], T)[0]}
-        if has_state:
-            others["reads a text in parts in another way: attend, project or its state forget what "
-                   "was before"] = read(layer, x, T - 4, 2, 1, 1)[0]
-        has_map = "make_map" in getattr(layer, "forms", ())
-        if has_map:
-            layer.config.kernel = "map"
-            by_map = read(layer, x, T)[0]
-            others["has an attend that is not make_map times V (--kernel=map trains it)"] = by_map
-        for problem, y in others.items():
-            expected = whole[: y.shape[0], : y.shape[1]]
-            if not (y.isfinite().all() and whole.isfinite().all()):
-                sys.exit(f"{config.attn} makes numbers that are not finite")
-            if (y - expected).abs().max() > 1e-4 * whole.abs().max():
-                sys.exit(f"{config.attn} {problem}")
-        for name, _ in layer.named_children():
-            if hasattr(type(layer), name):
-                sys.exit(f"{config.attn} has a module {name}, which its method {name} hides")
-    if RANK == 0 and not has_map:
-        print(f"{config.attn}: its equation is compared with nothing, since it has no make_map")
-
-
-def read(layer, x, *lengths):
-    """What a layer makes of x, given in parts of so many tokens, and whether it keeps a state."""
-    state, outputs, start = {}, [], 0
-    for part in x[:, : sum(lengths)].split(lengths, dim=1):
-        rope = make_rope(layer.config, part.shape[1], x.device, x.dtype, start)
-        outputs.append(layer(part, rope, state))
-        start += part.shape[1]
-    return torch.cat(outputs, dim=1), bool(state)
-
-
-def write_log(out, log):
-    """Writes all lines of a log. Those of a run are few."""
-    Path(out, "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
-
-
-def report(out, log, model, optimizer, tokenizer):
-    """Prints the last line of a log. If the model was evaluated, it is saved before."""
-    record = log[-1]
-    if "val_loss" in record:
-        extra = dict(step=record["step"], log=log, optimizer=optimizer.state_dict())
-        model.save(Path(out, "ckpt.pt"), tokenizer=tokenizer, **extra)
-    write_log(out, log)
-    shown = {name: f"{x:.5g}" if type(x) is float else x for name, x in record.items()}
-    print(" | ".join(f"{name} {x}" for name, x in shown.items()), flush=True)
-
+# ---- the loop
 
 def train(config, run, data, val, tokenizer):
-    """Trains one model, from its checkpoint if there is one. Returns the lines of its log."""
-    torch.manual_seed(config.seed)  # for an arm of your own that draws its first weights itself
+    """Trains one model, from its checkpoint if there is one. Returns the lines of its log.
+
+    run: what describe() says of it, the first line of the log.
+    """
+    torch.manual_seed(config.seed)  # for an arm of yours that draws its first weights itself
     model = GPT(config, config.seed).to(config.device)
     optimizer = make_optimizer(model, config)
     size = sum(p.numel() for p in model.parameters())
-    step, log = 0, [run | dict(parameters=size)]
-    there = checkpoint(run)
-    if there is not None:
-        model.load_state_dict(there.state_dict())
-        optimizer.load_state_dict(there.extra["optimizer"])
-        step, log = there.extra["step"], there.extra["log"]
-        del there
-    if RANK == 0:
-        print(f"{config.attn}: {size:,} parameters, from step {step} -> {run['out']}")
-        write_log(run["out"], log)  # which now ends where the checkpoint does
-        if log[0].get("code") != run["code"]:
-            is_over = step == config.steps
-            what = "is finished: --restart trains it anew" if is_over else "goes on"
-            print(f"{run['out']} began under other code than this, and {what}")
+    step, log = resume(run | dict(parameters=size), model, optimizer)
     compiled = model
     if config.compile and config.device.startswith("cuda"):
         torch.compiler.reset()  # or the later arms of a list would not be compiled any more
@@ -393,64 +271,33 @@ def train(config, run, data, val, tokenizer):
         compiled = torch.compile(model, dynamic=False)
     trained = DistributedDataParallel(compiled) if WORLD > 1 else compiled
 
-    saved = logged = step
+    last = step  # the step of the last line of the log
     clock = time.perf_counter()
-    try:
-        while step < config.steps and "diverged" not in log[-1]:
-            loss, grad_norm = training_step(trained, optimizer, data, config, step)
-            step += 1
-            evaluate_now = step % config.eval_every == 0 or step == config.steps
-            if not evaluate_now and step % config.log_every != 0:
-                continue  # to look at the loss we have to wait for the GPU
-            if WORLD > 1:
-                dist.all_reduce(loss)
-            record = dict(step=step, tokens=step * config.total_batch)
-            record |= dict(train_loss=loss.item() / WORLD, grad_norm=grad_norm.item())
-            record["lr"] = learning_rate(step - 1, config)
-            record |= speed(config, size, step - logged, step, time.perf_counter() - clock)
-            if evaluate_now:
-                record["val_loss"] = evaluate(compiled, val, config)
-                record |= look_at(model, val, get_tokenizer(tokenizer), config)
-            numbers = [record["train_loss"], record["grad_norm"], record.get("val_loss", 0)]
-            if not all(map(math.isfinite, numbers)):
-                # such a model does not recover, and must not replace the checkpoint
-                record = dict(step=step, diverged="it is not saved. Try a lower --lr")
-            log.append(record)
-            if RANK == 0:
-                report(run["out"], log, model, optimizer, tokenizer)
-            saved = step if "val_loss" in record else saved
-            logged = step
-            clock = time.perf_counter()
-    except KeyboardInterrupt:
-        from_where = f"it goes on from step {saved}"
-        if run["restart"] and saved == 0:
-            from_where = "the old run is still there"
-        sys.exit(f"\nstopped at step {step}: without --restart {from_where}")
+    while step < config.steps and "diverged" not in log[-1]:
+        loss, grad_norm = training_step(trained, optimizer, data, config, step)
+        step += 1
+        evaluate_now = step % config.eval_every == 0 or step == config.steps
+        if not evaluate_now and step % config.log_every != 0:
+            continue  # to look at the loss we have to wait for the GPU
+        if WORLD > 1:
+            dist.all_reduce(loss)
+        record = dict(step=step, tokens=step * config.total_batch)
+        record |= dict(train_loss=loss.item() / WORLD, grad_norm=grad_norm.item())
+        record["lr"] = learning_rate(step - 1, config)
+        record |= speed(config, size, step - last, step, seconds=time.perf_counter() - clock)
+        if evaluate_now:
+            record["val_loss"] = evaluate(compiled, val, config)
+            record |= look_at(model, val, get_tokenizer(tokenizer), config)
+        numbers = [record["train_loss"], record["grad_norm"], record.get("val_loss", 0)]
+        if not all(map(math.isfinite, numbers)):
+            # such a model does not recover, and must not replace the checkpoint
+            record = dict(step=step, diverged="it is not saved. Try a lower --lr")
+        log.append(record)
+        if RANK == 0:
+            report(run["out"], log, model, optimizer, tokenizer)
+        last = step
+        clock = time.perf_counter()
     return log
-
-
-def open_runs(argv):
-    """(configs, the first lines of their logs, train, val, tokenizer) of a command line."""
-    with one_sentence("train.py", ValueError, ImportError):
-        configs = parse(argv)
-        data, val, tokenizer = load_data(configs[0].data)
-        shortest = min(len(data), len(val)) - 1
-        if shortest < configs[0].block_size:
-            raise ValueError(f"--data={configs[0].data} is too short for a block of "
-                             f"{configs[0].block_size} tokens")
-    n_vocab = get_tokenizer(tokenizer).n_vocab
-    configs = [replace(config, vocab_size=n_vocab) for config in configs]
-    with one_sentence("train.py", ModelError):
-        runs = [describe(config, data, val) for config in configs]
-    with one_sentence("train.py", ValueError):
-        for run in runs:
-            checkpoint(run)  # another run is refused before the first arm is trained
-        for run in runs:
-            Path(run["out"]).mkdir(parents=True, exist_ok=True)
-    with one_sentence("train.py", NotImplementedError):
-        for config in configs:
-            check(config)
-    return configs, runs, data, val, tokenizer
 
 
 def main(argv=None):
@@ -463,13 +310,17 @@ def main(argv=None):
         dist.init_process_group()
     if configs[0].preset == "toy" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # at this size more threads mostly wait for one another
+    logs = []
     with one_sentence("train.py"):
         if RANK == 0:
-            tokens = f"{len(data[0]):,} train tokens"
-            print(f"preset {configs[0].preset} on {configs[0].device}, {tokens}")
+            print(f"preset {configs[0].preset} on {configs[0].device}, {len(data[0]):,} tokens")
             if configs[0].device.startswith("mps"):
                 print("nobody has run this on mps yet: compare the first steps with --device=cpu")
-        logs = [train(config, run, *data) for config, run in zip(configs, runs)]
+        for config, run in zip(configs, runs):
+            try:
+                logs.append(train(config, run, *data))
+            except KeyboardInterrupt:
+                sys.exit(f"\nstopped: {where_it_goes_on(run)}")
         losses = [log[-1].get("val_loss", math.inf) for log in logs]
         if RANK == 0:
             summarize(logs)
@@ -478,18 +329,135 @@ def main(argv=None):
     return losses
 
 
+# ---- the folder of a run: ckpt.pt is all that it needs to go on. log.jsonl is a copy of its log
+
+# what may change when a run goes on: these settings don't say what the run is
+MAY_CHANGE = ("preset", "data", "out", "restart", "kernel", "batch_size", "eval_every",
+              "log_every", "device", "compile", "code", "torch", "date")
+
+
+class RunError(ValueError):
+    """Another run lies in the folder, or the rest of one."""
+
+
+def open_runs(argv):
+    """(configs, what describe() says of each, train, val, tokenizer) of a command line.
+
+    All that can be refused is refused here, before the first arm is trained.
+    """
+    with one_sentence("train.py", ValueError, ImportError):
+        configs = parse(argv)
+        data, val, tokenizer = load_data(configs[0].data)
+        longest = min(len(data), len(val)) - 1
+        if longest < configs[0].block_size:
+            raise ValueError(f"--data={configs[0].data} is too short for a block of "
+                             f"{configs[0].block_size} tokens")
+    n_vocab = get_tokenizer(tokenizer).n_vocab
+    configs = [replace(config, vocab_size=n_vocab) for config in configs]
+    # not every ValueError: one in the code of your own arm keeps its traceback
+    with one_sentence("train.py", ModelError, RunError):
+        runs = [describe(config, data, val) for config in configs]
+        for config, run in zip(configs, runs):
+            load_run(run)
+            check_arm(config)
+        for run in runs:
+            Path(run["out"]).mkdir(parents=True, exist_ok=True)
+    return configs, runs, data, val, tokenizer
+
+
+def describe(config, data, val):
+    """What a run is: its settings, as they run, a hash of its data, and one of its code."""
+    block = Block(config, depth=0)  # to learn what its arm makes of settings that are None
+    run = asdict(config) | dict(mlp_width=block.mlp.up_proj.out_features)
+    if config.subln is None:
+        run["subln"] = getattr(block.attn, "usual_subln", 0.0)
+    some = [tokens[:: len(tokens) // 10_000 + 1] for tokens in (data, val)]
+    run |= dict(train_tokens=len(data), val_tokens=len(val))
+    run["data_hash"] = hashlib.sha256(np.concatenate(some).tobytes()).hexdigest()[:12]
+    code = hashlib.sha256()
+    for module in ("model", __name__, type(block.attn).__module__):
+        file = getattr(sys.modules.get(module), "__file__", None)  # a notebook has none
+        code.update(Path(file).read_bytes() if file else b"")
+    run |= dict(code=code.hexdigest()[:12], torch=str(torch.__version__))
+    return run | dict(date=time.strftime("%Y-%m-%d"))
+
+
+def load_run(run):
+    """The model that was saved for this run, or None. RunError if another run was."""
+    path, log = Path(run["out"], "ckpt.pt"), Path(run["out"], "log.jsonl")
+    if run["restart"]:
+        return None
+    if not path.exists():
+        if log.exists() and "val_loss" in log.read_text():
+            raise RunError(f"{path} is gone, but not its log: --restart discards that run")
+        return None
+    saved = GPT.load(path)
+    first = saved.extra["log"][0] if "log" in saved.extra else {}
+    for name, value in run.items():
+        old = first.get(name)
+        if name not in MAY_CHANGE and old != value:
+            if name in ("train_tokens", "val_tokens", "data_hash"):
+                name = f"--data's {name}"
+            raise RunError(f"{run['out']} is another run: {name} is {old!r} there and {value!r} "
+                           "here. Take another --out, or --restart")
+    return saved
+
+
+def resume(run, model, optimizer):
+    """(step, log): of the run's checkpoint, which is loaded into both, or of a new run."""
+    step, log = 0, [run]
+    saved = load_run(run)
+    if saved is not None:
+        model.load_state_dict(saved.state_dict())
+        optimizer.load_state_dict(saved.extra["optimizer"])
+        step, log = saved.extra["step"], saved.extra["log"]
+    if RANK == 0:
+        print(f"{run['attn']}: {run['parameters']:,} parameters, from step {step} -> {run['out']}")
+        write_log(run["out"], log)  # which now ends where the checkpoint does
+        if log[0].get("code") != run["code"]:
+            is_over = step == run["steps"]
+            what = "is finished: --restart trains it anew" if is_over else "goes on"
+            print(f"{run['out']} began under other code than this, and {what}")
+    return step, log
+
+
+def where_it_goes_on(run):
+    """A sentence for whoever has stopped a run."""
+    path = Path(run["out"], "ckpt.pt")
+    step = GPT.load(path).extra["step"] if path.exists() else 0
+    again = "without --restart the run there" if run["restart"] else "the same command"
+    return f"{again} goes on from step {step}"
+
+
+def write_log(out, log):
+    """Writes all lines of a log, which are few."""
+    Path(out, "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
+
+
+def report(out, log, model, optimizer, tokenizer):
+    """Prints the last line of a log. Before, it saves the model if that was just evaluated."""
+    record = log[-1]
+    if "val_loss" in record:
+        extra = dict(step=record["step"], log=log, optimizer=optimizer.state_dict())
+        model.save(Path(out, "ckpt.pt"), tokenizer=tokenizer, **extra)
+    write_log(out, log)
+    shown = {name: f"{x:.5g}" if type(x) is float else x for name, x in record.items()}
+    print(" | ".join(f"{name} {x}" for name, x in shown.items()), flush=True)
+
+
 def summarize(logs):
     """Prints a line for each run, and what one can do next."""
     for first, *_, last in logs:
         print(f"{first['attn']:16} val loss {last.get('val_loss', math.inf):.4f}, "
               f"{last.get('tok_per_s', 0):,} tokens/s, {first['parameters']:,} parameters")
-    out, program = Path(first["out"]), "sample.py"
+    program = "sample.py"
     if ATTENTION[first["attn"]].__module__ == "__main__":  # an arm that only its own file knows
         spec = sys.modules["__main__"].__spec__
         program = f"-m {spec.name}" if spec else sys.argv[0]
-    print(f"sample from it:  python {program} --ckpt={out}")
-    print(f"compare seeds:   python -m lab.losses {out.parent.parent}")
+    out = Path(first["out"])
+    print(f"sample from it:  python {program} --ckpt={shlex.quote(str(out))}")
+    print(f"compare seeds:   python -m lab.losses {shlex.quote(str(out.parent.parent))}")
 
 
 if __name__ == "__main__":
-    sys.exit(math.inf in main())  # 1 if a run diverged
+    sys.exit(1 if math.inf in main() else 0)  # 1 if a run diverged

@@ -102,7 +102,7 @@ class Reader(GPT):
     def __init__(self, run):
         config = GPTConfig(
             attn=run.arm, n_layer=1, n_embd=64, rope_theta=0,
-            n_head=run.heads * ATTENTION[run.arm].heads_per_value,
+            n_head=run.heads * ATTENTION[run.arm].value_width,
             subln=float(run.norm),  # the same for all arms
             vocab_size=run.keys + run.values + 1,  # and the mark of a query
         )
