@@ -4,7 +4,8 @@ Times the arms in turn, in rounds, so that a slow minute slows them all.
 $ python bench.py speed     # a training step, and an attention layer alone, forward and backward
 $ python bench.py decode    # 16 tokens of the sampler at the end of a context, and its state's size
 
-Behind the time is its ratio to that of the first arm: the median (least to largest) of the rounds.
+After each time comes its ratio to that of the first arm: the median (least to largest) of the
+rounds.
 """
 from dataclasses import dataclass, replace
 from itertools import product

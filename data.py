@@ -2,7 +2,7 @@
 What a run reads: two long arrays of tokens, train and val, and the tokenizer that made them.
 
 A folder of prepare_fineweb.py has train.bin and val.bin, plain little-endian uint16 as in nanoGPT,
-whose data sets train here, too. Each document starts with <|endoftext|>.
+whose data sets work here, too. Each document starts with <|endoftext|>.
 """
 import pickle
 import sys
@@ -70,18 +70,18 @@ class PlainUnpickler(pickle.Unpickler):
 def load_data(path):
     """(train, val, tokenizer). path: a folder of .bin, a text file, or None: Python's manual.
 
-    ValueError if it can't be read, or has a token that the tokenizer has not.
+    ValueError if it can't be read, or has a token that is not in the tokenizer.
     """
     if path is None:
         return *load_manual(), "bytes"
     path = Path(path).expanduser()
     if not path.is_dir():
         return *load_text(path), "bytes"
+    train, val = load_bin(path / "train.bin"), load_bin(path / "val.bin")
     tokenizer = load_letters(path / "meta.pkl") if (path / "meta.pkl").exists() else "gpt2"
     n_vocab = get_tokenizer(tokenizer).n_vocab
-    train, val = load_bin(path / "train.bin"), load_bin(path / "val.bin")
     for tokens in (train, val):
-        for first in range(0, len(tokens), 2**24):  # in pieces, as it may not fit into the memory
+        for first in range(0, len(tokens), 2**24):  # in pieces: it may not fit into the memory
             largest = tokens[first : first + 2**24].max()
             if largest >= n_vocab:
                 raise ValueError(f"{path} has a token {largest}, and its tokenizer only {n_vocab}")
@@ -119,7 +119,7 @@ def load_text(path):
         text = Path(path).read_bytes()
         text.decode()
     except FileNotFoundError as e:
-        hint = "prepare_fineweb.py makes it" if path == FINEWEB else "what should be trained on?"
+        hint = "prepare_fineweb.py makes it" if path == FINEWEB else "name a folder or a text file"
         raise ValueError(f"--data={path} is not there: {hint}") from e
     except (OSError, UnicodeDecodeError) as e:
         hint = " (give the folder of a .bin)" if path.suffix == ".bin" else ""
@@ -156,10 +156,10 @@ def byte_tokens(texts):
 
 @contextmanager
 def one_sentence(program, *errors):
-    """Ends a program with one sentence where its user can mend what is wrong.
+    """Ends a program with one sentence for errors that its user can fix.
 
-    That is Ctrl-C, a file, a disk, too little memory, or one of errors. Any other error is a
-    programmer's, and keeps its traceback.
+    These are Ctrl-C, what is wrong with a file or a disk, too little memory, and `errors`. Any
+    other error is a programmer's, and keeps its traceback.
     """
     if hasattr(sys.stdout, "reconfigure"):  # not every pipe can take every letter
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -171,7 +171,8 @@ def one_sentence(program, *errors):
         sys.exit(f"{program}: {e}")
     except RuntimeError as e:
         # PyTorch has no classes for these errors, but their texts have these words
-        why = {"memory": "out of memory", "unexpected pos": "is the disk full?"}
+        why = {"out of memory": "too little memory", "can't allocate memory": "too little memory",
+               "unexpected pos": "is the disk full?"}
         found = [why[words] for words in why if words in str(e)]
         if not found:
             raise

@@ -6,40 +6,47 @@ Softmax, linear and differential attention side by side in one GPT.
     exp(q . k)          softmax     softmax_average     diff, diff_v2
     phi(q) . phi(k)     linear      linear_average      diff_linear
 
-    diff        Differential Transformer, arXiv 2410.05258 ("the paper", whose Eq. 1 to 3 we cite)
+    diff        Differential Transformer, arXiv 2410.05258, which we call the paper
     diff_v2     its authors' second version, https://huggingface.co/blog/microsoft/diff-attn-v2
     linear      Transformers are RNNs, arXiv 2006.16236
 
 Attention multiplies the values V by a causal T x T matrix A, which we call the map: row i says how
-much token i takes from each token j <= i. We call a kind of attention an arm. The class of an arm
-says its equation twice:
+much token i takes from each token j <= i. The difference of two maps is meant to cancel the weight
+that both of them give to irrelevant tokens. We call a kind of attention an arm. The class of an arm
+has its equation in two forms:
 
     make_map    A, as the paper writes it: to read, to look at, and to test the other form
-    attend      A V, without ever holding A: this is what trains
+    attend      A V, computed without ever holding A: this is what trains
 
-    softmax               A_ij = exp(R_i q_i . R_j k_j / sqrt(d)) / z_i      z_i: the row's sum
-    linear                A_ij = R_i phi(q_i) . R_j phi(k_j) / z_i           z_i: without the R
-    one map - average     A - lambda U, where U_ij = 1 / i                   lambda: learned
-    difference            A_1 - lambda A_2, each with queries of its own     lambda: learned
+    softmax               A_ij = exp((R_i q_i) . (R_j k_j) / sqrt(d)) / z_i
+    linear                A_ij = (R_i phi(q_i)) . (R_j phi(k_j)) / z_i
+    minus the average     A - lambda U, where U_ij = 1 / i for all j <= i, and lambda is learned
+    difference            A_1 - lambda A_2, where each map has queries of its own
 
 R_i is the rotary embedding, a rotation by angles that grow with the position i. phi is a feature
-map, whose values are positive. The letters, beside those of the paper and of Microsoft's code:
+map, whose values are positive. z_i makes the weights of a row sum to 1. (In a linear map it is the
+sum without the R. So there the sum may be another one, and a weight may be negative.)
 
+The letters for shapes:
+
+    here  paper     Microsoft's code
     B                           batch
-    T                           tokens. When a sample goes on there are more keys than queries
+    T                           tokens
     C     d_model   embed_dim   channels of a token: n_embd
-    H                           maps, each with queries of its own: n_head, or 2 n_head in diff_v2
-    h     h         num_heads   heads, each with values of its own: H, or H/2 for a difference
+    H                           maps, each with queries of its own: n_head, but 2 n_head in diff_v2
+    h     h         num_heads   heads, each with values of its own: H, but H/2 for a difference
     d     d         head_dim    channels of a query and of a key: C / n_head
-    d_v   2d                    channels of a value: C / h
+    d_v   2d                    channels of a value: C / h, which is 2d in diff and diff_linear
 
-Ports of diff part from the paper in five places above all. Here, as in Microsoft's code,
+Five things that reimplementations of diff often get wrong. Here, as in Microsoft's code,
 
-    1. the two maps of head n are neighbours: 2n and 2n + 1
-    2. the rotation turns neighbouring channels: 2i and 2i + 1
+    1. the two maps of head n are neighbours, 2n and 2n + 1, and share a value twice as wide
+    2. the rotation turns neighbouring channels, 2m and 2m + 1
     3. lambda_init counts the layers from 0
     4. the norm is over the channels of one token and one head, and over nothing else
     5. scores are divided by sqrt(d), where d is the width of a query, not that of a value
+
+The file begins with the equations. What they are made of (rotate, phi, ...) stands below them.
 """
 import math
 from dataclasses import dataclass, fields
@@ -59,7 +66,7 @@ def softmax_map(q, k, rope):
     """A_ij = exp(R_i q_i . R_j k_j / sqrt(d)) / z_i for j <= i, else 0. (B, H, T, T)"""
     q = rotate(q, rope)  # (B, H, T, d)
     k = for_each_map(rotate(k, rope), q)  # (B, H, T, d)
-    with torch.autocast(q.device.type, enabled=False):  # it would round large scores to bf16
+    with torch.autocast(q.device.type, enabled=False):  # bf16 would round large scores too much
         scores = upcast(q) @ upcast(k).mT / math.sqrt(q.shape[-1])  # (B, H, T, T)
     is_future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
     return scores.masked_fill(is_future, -math.inf).softmax(-1)
@@ -68,8 +75,8 @@ def softmax_map(q, k, rope):
 def linear_map(q, k, rope):
     """A_ij = R_i phi(q_i) . R_j phi(k_j) / z_i for j <= i, else 0. (B, H, T, T)
 
-    z_i is the sum of phi(q_i) . phi(k_j) over j <= i. It has no R, so it is a sum of positive
-    numbers (RoFormer, arXiv 2104.09864, Section 3.3). But then a row of A need not sum to 1.
+    z_i is the sum of phi(q_i) . phi(k_j) over j <= i. It is not rotated, so that it is a sum of
+    positive numbers (RoFormer, arXiv 2104.09864, Section 3.3).
     """
     q, k = phi(q), phi(k)
     z = upcast(q @ k.mT).tril().sum(-1, keepdim=True) + 1e-12  # (B, H, T, 1), never 0
@@ -77,7 +84,7 @@ def linear_map(q, k, rope):
 
 
 def average_map(A):
-    """U, as large as one of the maps A, (T, T): token i takes 1 / i from each token up to i."""
+    """U, (T, T), for maps A (B, H, T, T): the i-th token takes 1 / i from each one up to itself."""
     ones = torch.ones_like(A[0, 0]).tril()
     return ones / ones.sum(-1, keepdim=True)
 
@@ -87,69 +94,85 @@ def average_map(A):
 class Attention(nn.Module):
     """What all arms share. layer(x) takes (B, T, C) to (B, T, C), and layer.map(x) is A.
 
-    An arm of your own needs `make_map` alone. It makes A, (B, h, T, T), of q and k, (B, H, T, d),
-    which are not rotated yet. Then the arm trains through its map: that is right, but slow.
-    If it has an `attend` as well, that one trains, and train.py first compares it with the map.
-    For other q, k, v or another lambda override `project` or `lam`, and both forms follow.
+    An arm of your own is a subclass with one or more of
 
-    The parameters have the names and shapes of those in Microsoft's MultiheadDiffAttn.
+        make_map(self, q, k, x, rope)           A (B, h, T, T), causal. q and k are not rotated yet
+        attend(self, q, k, v, x, rope, state)   A V (B, h, T, d_v), as a fast form of the same
+        project(self, x)                        other q, k, v, if each token is taken by itself
+        lam(self, x)                            another lambda: a number, or up to (B, h, T, 1)
+
+    make_map alone trains through the map, correctly but slowly. With an attend beside it, attend
+    trains, and train.py compares the two before a run. project and lam serve both forms.
+
+    A GPT draws the first values of all weights that are named ..._proj. Names and shapes of the
+    parameters are those of Microsoft's MultiheadDiffAttn.
     """
 
-    maps_per_head = 1  # 2: a head is the difference of two maps, and n_head counts the maps
-    usual_subln = 0.0  # the first weight of the heads' norm where the config has None. 0: no norm
+    value_width = 1  # d_v / d. With 2 there are half as many heads, and n_head counts the maps
+    usual_subln = 0.0  # the first weight of the norm behind A V, if config.subln is None. 0: no norm
 
     def __init__(self, config, depth):
         super().__init__()
-        C, H = config.n_embd, config.n_head
-        if H < 1 or H % self.maps_per_head != 0:
-            raise ValueError(f"n_head must be a multiple of {self.maps_per_head}, not {H}")
-        if C < 1 or C % (2 * H) != 0:  # the rotation turns pairs of channels
-            raise ValueError(f"n_embd must be a multiple of {2 * H}, not {C}")
+        C, n_head = config.n_embd, config.n_head
+        if n_head < 1 or n_head % self.value_width != 0:
+            raise ModelError(f"n_head must be a multiple of {self.value_width}, not {n_head}")
+        if C < 1 or C % (2 * n_head) != 0:  # the rotation turns pairs of channels
+            raise ModelError(f"n_embd must be a multiple of {2 * n_head}, not {C}")
         self.config = config
-        self.d = C // H
-        self.h = H // self.maps_per_head
+        self.d = C // n_head
+        self.h = n_head // self.value_width
         self.q_proj = nn.Linear(C, C, bias=False)
         self.k_proj = nn.Linear(C, C, bias=False)
         self.v_proj = nn.Linear(C, C, bias=False)
         self.out_proj = nn.Linear(C, C, bias=False)
+        self.lambda_init = 0.0  # which leaves the output as it is. Diff has another one
+        self.subln = None  # no norm
+        first_weight = self.usual_subln if config.subln is None else config.subln
+        if first_weight > 0:
+            # over the channels of one token and one head, and over nothing else
+            self.subln = nn.RMSNorm(C // self.h, eps=NORM_EPS)  # all heads share its weight
+            nn.init.constant_(self.subln.weight, first_weight)
         self.forms = forms_of(type(self))
-        self.lambda_init = 0.0  # then the factor of Eq. 3 is 1
-        self.subln = None
-        first = self.usual_subln if config.subln is None else config.subln
-        if first > 0:
-            self.subln = nn.RMSNorm(C // self.h, eps=NORM_EPS)  # one weight for all heads
-            nn.init.constant_(self.subln.weight, first)
 
     def forward(self, x, rope=None, state=None):
-        """state: {} at first. It keeps what later tokens need of x. Give rope with it."""
+        """rope: the angles of these positions, see make_rope. None: positions from 0 on.
+
+        state: a dict, {} at first, in which attend keeps what the next tokens need of these. The
+        next call may have one token or many. If attend leaves it empty, generate gives the whole
+        text each time.
+        """
         if rope is None:
+            if state:
+                raise ValueError("a text that goes on needs the rope of its positions")
             rope = make_rope(self.config, x.shape[1], x.device, x.dtype)
         q, k, v = self.project(x)
         if self.config.kernel == "map" or "attend" not in self.forms:
-            y = self.own_map(q, k, x, rope).to(v.dtype) @ v  # slow, and without a state
+            A = self.own_map(q, k, x, rope).to(v.dtype)  # slow, and it keeps no state
+            y = A @ for_each_map(v, A)
         else:
             y = self.attend(q, k, v, x, rope, {} if state is None else state)  # (B, h, T, d_v)
         if self.subln is not None:
-            y = self.subln(y.to(self.subln.weight.dtype)) * (1 - self.lambda_init)  # Eq. 3
+            y = self.subln(y.to(self.subln.weight.dtype)) * (1 - self.lambda_init)
         y = y.transpose(1, 2).flatten(2)  # the heads side by side, (B, T, C)
         return self.out_proj(y.to(self.out_proj.weight.dtype))
 
     def project(self, x):
-        """Queries (B, H, T, d), keys (as many, or one for each value), values (B, h, T, d_v)."""
+        """q (B, H, T, d), v (B, h, T, d_v), and k (B, H, T, d), or (B, h, T, d) in diff_v2."""
         q = self.q_proj(x).unflatten(-1, (-1, self.d)).transpose(1, 2)
         k = self.k_proj(x).unflatten(-1, (-1, self.d)).transpose(1, 2)
         v = self.v_proj(x).unflatten(-1, (self.h, -1)).transpose(1, 2)
         return q, k, v
 
     def map(self, x):
-        """A of x, (B, h, T, T), to look at. It is most exact in float32."""
+        """A of x, (B, h, T, T), to look at."""
         q, k, _ = self.project(x)
         return self.own_map(q, k, x, make_rope(self.config, x.shape[1], x.device, x.dtype))
 
-    def own_map(self, *inputs):
-        if "make_map" not in self.forms:  # it would be another arm's
+    def own_map(self, q, k, x, rope):
+        """make_map, or an error if a class has an attend of its own and only inherits make_map."""
+        if "make_map" not in self.forms:
             raise NotImplementedError(f"{type(self).__name__} has no make_map of its own")
-        return self.make_map(*inputs)
+        return self.make_map(q, k, x, rope)
 
 
 class Softmax(Attention):
@@ -163,7 +186,10 @@ class Softmax(Attention):
 
 
 class SoftmaxAverage(Softmax):
-    """A - lambda U, where U V is the mean of the values so far. It asks: is any minus enough?"""
+    """A - lambda U, where U V is the mean of the values so far.
+
+    A control: does subtracting a flat map do as well as subtracting a learned one?
+    """
 
     def __init__(self, config, depth):
         super().__init__(config, depth)
@@ -182,30 +208,30 @@ class SoftmaxAverage(Softmax):
 
 
 class Diff(Softmax):
-    """The paper's differential attention, in its own equations:
+    """Differential attention, in the paper's equations:
 
         A = softmax(Q_1 K_1^T / sqrt(d)) - lambda softmax(Q_2 K_2^T / sqrt(d))            (Eq. 1)
         lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init    (Eq. 2)
         head = (1 - lambda_init) RMSNorm(A V)                                             (Eq. 3)
 
     The queries and keys 2n and 2n + 1 make the two maps of head n, whose values are twice as wide.
-    A row of A sums to 1 - lambda only. The norm gives the outputs of all heads one size again.
+    A row of A sums to 1 - lambda only, so outputs are small. The norm restores their size.
     """
 
-    maps_per_head = 2
+    value_width = 2
     usual_subln = 1.0
 
     def __init__(self, config, depth):
         super().__init__(config, depth)
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)  # depth: the first layer is 0
-        # in a GPT draw_parameters overwrites these. They are for a layer that is used alone
+        # a GPT draws these anew, in draw_parameters. Here they serve a layer that is used alone
         self.lambda_q1 = nn.Parameter(torch.randn(self.d) * 0.1)
         self.lambda_k1 = nn.Parameter(torch.randn(self.d) * 0.1)
         self.lambda_q2 = nn.Parameter(torch.randn(self.d) * 0.1)
         self.lambda_k2 = nn.Parameter(torch.randn(self.d) * 0.1)
 
     def lam(self, x):
-        """Eq. 2: one number for the layer. (x is there for arms whose lambda reads the tokens.)"""
+        """Eq. 2, one number for the layer. (It does not need x. The lambda of diff_v2 does.)"""
         # (a * b).sum() and not a @ b, which autocast would compute in bf16
         lambda_1 = torch.exp((upcast(self.lambda_q1) * self.lambda_k1).sum())
         lambda_2 = torch.exp((upcast(self.lambda_q2) * self.lambda_k2).sum())
@@ -217,12 +243,12 @@ class Diff(Softmax):
 
     def attend(self, q, k, v, x, rope, state):
         y = softmax_attention(q, k, v, rope, state, self.config.kernel)
-        y = upcast(y)  # (B, H, T, d_v): its halves are nearly equal, and bf16 would lose the rest
+        y = upcast(y)  # (B, H, T, d_v). The difference of two nearly equal numbers is not for bf16
         return y[:, 0::2] - self.lam(x) * y[:, 1::2]
 
 
 class DiffV2(Softmax):
-    """The second version: softmax's keys and values, and two queries, 2n and 2n + 1, for head n.
+    """The second version: keys and values as in softmax, and queries 2n and 2n + 1 for head n.
 
     lambda = sigmoid(x W) is a number for each head and token. There is no norm, and no lambda_init.
     """
@@ -233,7 +259,8 @@ class DiffV2(Softmax):
         self.lambda_proj = nn.Linear(config.n_embd, self.h, bias=False)
 
     def lam(self, x):
-        return upcast(self.lambda_proj(x)).sigmoid().mT[..., None]  # (B, h, T, 1), first near 1/2
+        lam = upcast(self.lambda_proj(x)).sigmoid()  # (B, T, h), at first about 1/2
+        return lam.mT[..., None]  # (B, h, T, 1)
 
     make_map, attend = Diff.make_map, Diff.attend  # Eq. 1, with this lambda
 
@@ -249,7 +276,7 @@ class Linear(Attention):
         return linear_attention(q, k, v, state)
 
 
-class LinearAverage(SoftmaxAverage):
+class LinearAverage(SoftmaxAverage):  # for its lambda. Both forms are new
     """A - lambda U, where A is a linear map."""
 
     def make_map(self, q, k, x, rope):
@@ -261,13 +288,14 @@ class LinearAverage(SoftmaxAverage):
         return linear_attention(q, k, v, state) - self.lam(x) * running_mean(v, state)
 
 
-class DiffLinear(Diff):
+class DiffLinear(Diff):  # for its lambda and its norm. Both forms are new
     """Eq. 1 with two linear maps, which fold into one linear attention:
 
         q_1 . k_1 - lambda q_2 . k_2 = [q_1, -lambda q_2] . [k_1, k_2]
 
-    Each query is divided by its z before. So the difference of two linear maps is one linear map
-    with twice the features. (Softmax can't do that: the exp of a sum is a product, not a sum.)
+    (Here q and k are features, rotated, and each q is divided by its z.) So the difference of two
+    linear maps is one linear map with twice the features. Softmax can't do that: the exp of the
+    joined scores would be the product of the two maps, and not their difference.
     """
 
     def make_map(self, q, k, x, rope):
@@ -281,7 +309,7 @@ class DiffLinear(Diff):
         return linear_attention(q, k, v, state)
 
 
-ATTENTION = {  # an arm of your own is one line more
+ATTENTION = {  # an arm of your own: ATTENTION["mine"] = Mine, in your own file
     "softmax": Softmax,
     "softmax_average": SoftmaxAverage,
     "diff": Diff,
@@ -296,8 +324,8 @@ ATTENTION = {  # an arm of your own is one line more
 def softmax_attention(q, k, v, rope, state, kernel):
     """softmax_map(q, k, rope) @ v, (B, H, T, d_v), without holding the map.
 
-    q, k and v are as `project` makes them. The state keeps the keys, rotated, and the values of all
-    tokens so far: a KV cache, which grows with the text.
+    q, k and v are as `project` makes them. The state keeps the rotated keys and the values of all
+    tokens so far, a KV cache, which grows with the text. So there may be more keys than queries.
     """
     q, k = rotate(q, rope), rotate(k, rope)
     if "k" in state:
@@ -308,37 +336,37 @@ def softmax_attention(q, k, v, rope, state, kernel):
 
 
 def linear_attention(q, k, v, state, chunk=64):
-    """y_i = the sum over j <= i of (q_i . k_j) v_j, without the map. (B, h, T, d_v)
+    """y_i = the sum over j <= i of (q_i . k_j) v_j, in O(T) and without the map. (B, h, T, d_v)
 
     Without an exp around q . k, the sum over j can be taken before the query comes: y_i = q_i S_i,
     where S_i = the sum over j <= i of k_j v_j^T is a matrix, whose size does not grow. But an S for
-    each token would fill the memory, and a loop over the tokens is slow on a GPU. So the text is
-    cut into chunks. A query reads its own chunk through a small map, and all earlier ones through
-    the S at their end: O(T) in all.
+    each token would fill the memory, and a loop over the tokens would be slow on a GPU. So the text
+    is cut into chunks. A query reads its own chunk through a small map, and all earlier chunks
+    through the S at their end.
 
     q, k (B, h, T, f) with f features, v (B, h, T, d_v). The state keeps the last S.
     """
     T = v.shape[2]
-    if T == 1:  # a step of a sample, as of a recurrent net (2006.16236, Eq. 18 to 20)
-        state["S"] = state.get("S", 0) + (upcast(k).mT * upcast(v))[:, :, None]
+    if T == 1:  # the next token of a sample: a step of a recurrent net (2006.16236, Eq. 18 to 20)
+        state["S"] = state.get("S", 0) + (upcast(k).mT * upcast(v))[:, :, None]  # of one chunk
         # q S as a product and a sum, because autocast would round a matmul to bf16
         return (upcast(q).mT * state["S"][:, :, 0]).sum(2, keepdim=True)
-    # without contiguous torch.compile fails where T is unknown to it, as the padding may be 0
+    # torch.compile fails without contiguous where T is unknown to it, and the padding may be 0
     q, k, v = [
         F.pad(x.to(v.dtype).contiguous(), (0, 0, 0, -T % chunk)).unflatten(2, (-1, chunk))
         for x in (q, k, v)
     ]  # (B, h, N, chunk, f) with N chunks
     S = upcast(k.mT @ v).cumsum(2)  # the sums up to the end of each chunk, (B, h, N, f, d_v)
-    S = F.pad(S, (0, 0, 0, 0, 1, 0)) + state.get("S", 0)  # up to the start of each, and the end
+    S = F.pad(S, (0, 0, 0, 0, 1, 0)) + state.get("S", 0)  # N + 1: before each chunk, and after all
     state["S"] = S[:, :, -1:]  # (B, h, 1, f, d_v)
     y = (q @ k.mT).tril() @ v + q @ S[:, :, :-1].to(v.dtype)
     return y.flatten(2, 3)[:, :, :T]
 
 
 def features(q, k, rope, state):
-    """R phi(q) / z and R phi(k), (B, H, T, d): the product of these two is linear_map.
+    """R phi(q) / z and R phi(k), (B, H, T, d): the products of these two are the linear map.
 
-    z_i is the same for a whole row of the map, so the query can be divided by it before. It is
+    z_i is the same for a whole row of the map, so we can divide the query by it. It is
     phi(q_i) . Z_i, where Z_i is the sum of phi(k_j) over j <= i. The state keeps the last Z.
     """
     q, k = phi(q), phi(k)
@@ -349,7 +377,7 @@ def features(q, k, rope, state):
 
 
 def running_mean(v, state):
-    """U v without U: the mean of the values so far, (B, h, T, d_v)."""
+    """U v, the mean of the values so far, (B, h, T, d_v). The state keeps their sum and number."""
     total = upcast(v).cumsum(2) + state.get("total", 0)
     count = torch.arange(1, v.shape[2] + 1, device=v.device)[:, None] + state.get("count", 0)
     state.update(total=total[:, :, -1:], count=count[-1])
@@ -359,28 +387,31 @@ def running_mean(v, state):
 def fused_attention(q, k, v, kernel):
     """softmax(q k^T / sqrt(d)) v in a kernel that holds no map, (B, H, T, d_v).
 
-    q (B, H, T, d), k (B, H, T_k, d), v (B, H, T_k, d_v): the queries are the last T of T_k tokens'.
+    q (B, H, T, d), k (B, H, T_k, d), v (B, H, T_k, d_v). The queries belong to the last T of T_k
+    tokens.
     """
     scale = q.shape[-1] ** -0.5
     T, T_k = q.shape[2], k.shape[2]
     is_hopper = q.is_cuda and torch.cuda.get_device_properties(q.device).major == 9  # H100, H200
     if kernel == "flash_attn" or not is_hopper:
-        # flash-attn 2 and PyTorch's flash kernel want queries as wide as values. (cuDNN does not,
-        # and the newer flash-attn 3 and 4 do not.) Zeros change no product q . k
+        # flash-attn 2 and PyTorch's flash kernel want queries as wide as values. (cuDNN, which we
+        # use on a Hopper, and flash-attn 3 and 4 do not.) Zeros change no product q . k
         q = F.pad(q, (0, v.shape[-1] - q.shape[-1]))
         k = F.pad(k, (0, v.shape[-1] - k.shape[-1]))
     if kernel == "flash_attn":
-        from flash_attn import flash_attn_func
-
+        try:
+            from flash_attn import flash_attn_func
+        except ImportError as e:
+            raise ImportError("kernel flash_attn needs the package flash-attn") from e
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, T, H, d_v)
         return flash_attn_func(q, k, v, softmax_scale=scale, causal=True).transpose(1, 2)
     if T < T_k:  # the next tokens of a sample. Their map has few rows, so any kernel will do
         mask = torch.ones(T, T_k, dtype=torch.bool, device=q.device).tril(T_k - T)
         mask = mask if T > 1 else None  # the last token sees all
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
-    if q.device.type == "mps":  # an Apple's GPU has a kernel of its own
+    if q.device.type == "mps":  # Apple's GPUs have a kernel of their own
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-    # without such a list PyTorch may silently take its MATH backend, which holds the whole map
+    # without this list PyTorch may silently take its MATH backend, which holds the whole map
     first = SDPBackend.CUDNN_ATTENTION if is_hopper else SDPBackend.FLASH_ATTENTION
     with sdpa_kernel([first, SDPBackend.EFFICIENT_ATTENTION], set_priority=True):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
@@ -388,10 +419,11 @@ def fused_attention(q, k, v, kernel):
 
 
 class OneLayout(torch.autograd.Function):
-    """y. Its gradient always lies in memory in the order (B, T, H, d_v).
+    """y itself, but its gradient always lies in memory in the order (B, T, H, d_v).
 
-    cuDNN plans a backward pass for one such order. PyTorch 2.11 takes the plan for others, too, and
-    then the gradients of q, k and v are wrong altogether, without a word (pytorch #191576).
+    cuDNN plans a backward pass for one such order, and PyTorch 2.11 uses the plan for other orders,
+    too. Then the gradients of q, k and v are completely wrong, without any warning (measured on an
+    H200; pytorch #191576).
     """
 
     @staticmethod
@@ -406,29 +438,31 @@ class OneLayout(torch.autograd.Function):
 # ---- what both forms are made of
 
 def for_each_map(k, q):
-    """Keys or values (B, h, T, d), each repeated for the queries (B, H, T, d) that share it."""
+    """Keys or values, (B, h, T, ...), of which each is repeated for the maps that share it."""
     times = q.shape[1] // k.shape[1]
     return k if times == 1 else k.repeat_interleave(times, dim=1)
 
 
 def upcast(x):
-    """bf16 to float32, for sums and differences that it would round away. float64 stays float64."""
+    """bf16 to float32, for sums and differences that bf16 would round away. float64 stays."""
     return x if x.dtype.itemsize >= 4 else x.float()
 
 
 def phi(x):
-    """elu(x) + 1 (2006.16236, Eq. 7), written so that bf16 does not make 0 of it below x = -6."""
+    """elu(x) + 1 (2006.16236, Eq. 7), written so that bf16 does not round it to 0 below x = -6."""
     return F.relu(x) + torch.exp(x.clamp(max=0))
 
 
 def make_rope(config, T, device, dtype, start=0):
-    """Cosines and sines of the angles m theta^(-2i/d) of T positions m from start on, (T, d/2)."""
+    """Cosines and sines of the angles i theta^(-2m/d), for T positions i from start on and all
+    pairs m of channels: (T, d/2) each.
+    """
     d = config.n_embd // config.n_head
     # in float64, because the angles of late positions are large, and float32 would round them.
     # Apple's MPS has no float64
     place = "cpu" if torch.device(device).type == "mps" else device
-    i = torch.arange(d // 2, device=place, dtype=torch.float64)
-    frequency = config.rope_theta ** (-2 * i / d) if config.rope_theta else torch.zeros_like(i)
+    m = torch.arange(d // 2, device=place, dtype=torch.float64)
+    frequency = config.rope_theta ** (-2 * m / d) if config.rope_theta else torch.zeros_like(m)
     angle = torch.arange(start, start + T, device=place)[:, None] * frequency
     # one table in memory. Else torch.compile computes the cosines anew wherever they are used
     table = torch.stack((angle.cos(), angle.sin()))
@@ -445,21 +479,26 @@ def rotate(x, rope):
 
 
 def forms_of(arm):
-    """What the youngest class of an arm's family says of make_map, attend and forward.
+    """{"make_map"}, {"attend"} or both: what the first class of the arm's MRO has that has any.
 
-    Its parents' forms may be another arm's: who overrides make_map alone must not get their attend.
+    A class that overrides make_map alone must not train through the attend of its parent.
     """
     for kind in arm.__mro__:
-        found = {"make_map", "attend", "forward"} & vars(kind).keys()
+        found = {"make_map", "attend"} & vars(kind).keys()
         if found:
             return found
+    return set()
+
+
+class ModelError(ValueError):
+    """No model can be made of these settings, or of this file."""
 
 
 # ---- the GPT
 
 @dataclass
 class GPTConfig:
-    """The settings of a model, by default GPT-2 small's. None: what the arm's class says."""
+    """The settings of a model, by default GPT-2 small's. Where one is None, the arm decides."""
 
     attn: str = "softmax"  # kind of attention ("arm"), a name in ATTENTION
     n_layer: int = 12  # blocks
@@ -467,9 +506,9 @@ class GPTConfig:
     n_embd: int = 768  # channels
     block_size: int = 1024  # tokens of a training sequence
     vocab_size: int = 50257  # of the tokenizer
-    mlp_width: int | None = None  # channels in the MLP (so many that all arms have one size)
+    mlp_width: int | None = None  # channels in the MLP (so that all arms have equally many weights)
     rope_theta: float = 10000.0  # base of the rotary embedding's angles, 0 for no rotation
-    subln: float | None = None  # first weight of the heads' norm, 0 for no norm (by the arm)
+    subln: float | None = None  # first weight of the norm of heads, 0 for none (1 in diff)
     kernel: Literal["sdpa", "flash_attn", "map"] = "sdpa"  # map: the equation itself, slow
 
 
@@ -494,12 +533,12 @@ class Block(nn.Module):
         C = config.n_embd
         if config.attn not in ATTENTION:
             arms = ", ".join(ATTENTION)
-            raise ValueError(f"attn is {config.attn!r} (yours? run its file), not one of {arms}")
+            raise ModelError(f"attn is {config.attn!r} (yours? run its file), not one of {arms}")
         self.attn = ATTENTION[config.attn](config, depth)
         width = config.mlp_width
         if width is None:
-            # 8C/3 is usual for SwiGLU, here down to a multiple of 8. What the arm's matrices have
-            # more than softmax's, the MLP has less, so that all blocks have as many parameters
+            # 8C/3 is usual for SwiGLU, here rounded down to a multiple of 8. If the arm's matrices
+            # have more parameters than softmax's, the MLP has as many less: 3C for each channel
             more = sum(p.numel() for p in self.attn.parameters() if p.ndim > 1) - 4 * C * C
             width = max(8, 8 * C // 3 // 8 * 8 - round(more / (3 * C)))
         self.norm1 = nn.RMSNorm(C, eps=NORM_EPS)
@@ -512,27 +551,28 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The whole model. T may be anything, even more than block_size.
+    """The whole model. A text may be longer than block_size.
 
-    ValueError for a model that can't be.
+    seed: None draws no parameters, for load. Raises ModelError for impossible settings.
     """
 
     def __init__(self, config, seed=1337):
         super().__init__()
         self.config = config
         self.extra = {}  # what was saved with the model, see load
-        rows = math.ceil(config.vocab_size / 64) * 64  # matmuls are faster so
-        self.wte = nn.Embedding(rows, config.n_embd)  # it is the output layer, too
+        rows = math.ceil(config.vocab_size / 64) * 64  # a multiple of 64 makes matmuls faster
+        self.wte = nn.Embedding(rows, config.n_embd)  # the embedding is also the output layer
         self.blocks = nn.ModuleList(Block(config, depth) for depth in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
-        self.draw_parameters(seed)
+        if seed is not None:
+            self.draw_parameters(seed)
 
     @torch.no_grad()
     def draw_parameters(self, seed):
         """Draw the embedding, the lambda vectors, and all that is named ..._proj.
 
         Each has a generator seeded by its name, so what two arms share starts with the same bits.
-        The std is nn.Linear's. In small models GPT-2's 0.02 would be too small: all maps were flat.
+        The std is nn.Linear's. GPT-2's 0.02 is too small for small models: every map starts flat.
         """
         from hashlib import sha256
 
@@ -557,12 +597,14 @@ class GPT(nn.Module):
         the logits of the last token alone, (B, 1, vocab_size), and None.
         state: a dict, {} at first, to pass with each next part of a text that comes in parts.
         """
-        state = {} if state is None else state
-        start = state.get("length", 0)
-        layer_states = state.setdefault("layers", [{} for _ in self.blocks])
-        if start > 0 and not all(layer_states):
-            raise ValueError(f"{self.config.attn} keeps no state: it needs the whole text at once")
-        state["length"] = start + idx.shape[1]
+        start = 0
+        layer_states = [None] * len(self.blocks)
+        if state is not None:
+            start = state.get("length", 0)
+            layer_states = state.setdefault("layers", [{} for _ in self.blocks])
+            if start > 0 and not all(layer_states):
+                raise ValueError(f"{self.config.attn} keeps no state: it needs the whole text")
+            state["length"] = start + idx.shape[1]
         x = self.wte(idx)  # (B, T, C)
         rope = make_rope(self.config, x.shape[1], x.device, x.dtype, start)
         for block, layer_state in zip(self.blocks, layer_states):
@@ -572,7 +614,7 @@ class GPT(nn.Module):
         if targets is None:
             return logits, None
         loss = F.cross_entropy(upcast(logits).flatten(0, 1), targets.flatten())
-        return logits.detach(), loss  # attached they would keep the graph of the whole step
+        return logits.detach(), loss  # else the logits would keep the whole graph in memory
 
     @torch.inference_mode()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
@@ -580,7 +622,7 @@ class GPT(nn.Module):
 
         temperature: 0 takes the likeliest token. top_k: choose among the k likeliest only.
         """
-        longest = self.config.block_size  # no training sequence was longer
+        longest = self.config.block_size  # no arm was trained on longer sequences
         idx = idx[:, -longest:]
         state, new = {}, idx  # new: the tokens that the state has not seen
         for _ in range(max_new_tokens):
@@ -591,11 +633,11 @@ class GPT(nn.Module):
             is_full = idx.shape[1] > longest
             if is_full:
                 idx = idx[:, -max(1, longest // 2) :]  # go on from the newer half
-            if is_full or not all(state["layers"]):  # an arm without a state reads all anew
+            if is_full or not all(state["layers"]):  # an arm without a state rereads the text
                 state, new = {}, idx
 
     def save(self, path, **extra):
-        """Write the model and extra, tensors and plain values. A kill leaves the old file whole."""
+        """Write the model and extra, tensors and plain values. If it's killed, the old file stays."""
         config = {f.name: getattr(self.config, f.name) for f in fields(GPTConfig)}
         temporary = Path(f"{path}.tmp")
         try:
@@ -605,20 +647,24 @@ class GPT(nn.Module):
             temporary.unlink(missing_ok=True)  # half of it may lie on a full disk
 
     @classmethod
-    def load(cls, path, device="cpu", kernel="sdpa"):
+    def load(cls, path, device="cpu"):
         """The model that save() wrote, in eval mode, with what else was saved in its .extra.
 
-        No code in the file is run. OSError or ValueError if it can't be loaded.
+        Attention is computed as in training, but with SDPA in place of flash_attn. No code in the
+        file is run. Raises OSError or ModelError if it can't be loaded.
         """
         try:
-            extra = torch.load(path, map_location=device, weights_only=True)
-            model = cls(GPTConfig(**extra.pop("config") | dict(kernel=kernel)))
+            extra = torch.load(path, map_location="cpu", weights_only=True)
+            config = GPTConfig(**extra.pop("config"))
+            config.kernel = "map" if config.kernel == "map" else "sdpa"
+            model = cls(config, seed=None)
             model.load_state_dict(extra.pop("model"))
-        except (FileNotFoundError, PermissionError, ValueError):  # no such file, or no such arm
+        except (FileNotFoundError, IsADirectoryError, PermissionError, ModelError):
             raise
         except Exception as e:  # a file can be wrong in many ways
-            why = "it is damaged, or no checkpoint of this model.py"
-            raise ValueError(f"{path} can't be loaded: {why} ({type(e).__name__})") from e
+            why = " ".join(str(e).split()) if "state_dict" in str(e) else type(e).__name__
+            why = f"it is damaged, or of another model ({why:.200})"
+            raise ModelError(f"{path} can't be loaded: {why}") from e
         model.extra = extra
         return model.to(device).eval()
 

@@ -6,8 +6,8 @@ $ python prepare_fineweb.py                         # tokenizes sample-10BT itse
 $ python prepare_fineweb.py --source=books --out=data/books --val_tokens=1e5
 
 A .jsonl or .json has documents like {"text": "..."}, a .parquet has a column text, a .txt is one
-document, and a .bin has tokens in llm.c's format. All but .bin may end in .gz or .zst. What was
-stopped begins anew.
+document, and a .bin has tokens in llm.c's format. All but .bin may end in .gz or .zst. What is
+interrupted starts over.
 """
 import glob
 import math
@@ -77,7 +77,7 @@ def read_ready():
         yield from read_shard(hf_hub_download(READY, name, repo_type="dataset"))
 
 
-def find_files(source):
+def find_files(source, without):
     """Yields (path, its tokens) of a file, or of all below a folder, by name (shards by number)."""
     unread = []
     folders = os.walk(source, onerror=lambda e: unread.append(e.filename))
@@ -88,6 +88,7 @@ def find_files(source):
         paths += [Path(folder, name) for name in names]
         # it does not walk into folders that are links
         unread += filter(os.path.islink, [os.path.join(folder, name) for name in subfolders])
+    paths = [path for path in paths if path.parent != without]
     for path in sorted(paths, key=lambda p: p.name[-10:] if p.suffix == ".bin" else str(p)):
         kind = Path(path.name.lower().removesuffix(".gz").removesuffix(".zst")).suffix
         if kind == ".bin":
@@ -101,10 +102,15 @@ def find_files(source):
         tqdm.write(f"not read: {', '.join(unread[:5])}{more}")
 
 
-def read(config):
-    """Yields the tokens of all documents."""
-    hub = read_ready() if config.ready else tokenize("HuggingFaceFW/fineweb-edu", "sample-10BT")
-    for name, documents in find_files(config.source) if config.source else [("FineWeb-Edu", hub)]:
+def read(config, without):
+    """Yields the tokens of all documents. without: a folder in which nothing is read."""
+    if config.source:
+        files = find_files(config.source, without)
+    elif config.ready:
+        files = [("FineWeb-Edu", read_ready())]
+    else:
+        files = [("FineWeb-Edu", tokenize("HuggingFaceFW/fineweb-edu", "sample-10BT"))]
+    for name, documents in files:
         try:
             yield from documents
         except Exception as e:  # a file can be wrong in many ways, and the network away
@@ -118,7 +124,7 @@ def prepare(config):
     written = 0
     with (open(temporary / "val.bin", "wb") as val, open(temporary / "train.bin", "wb") as train,
           tqdm(total=total, unit=" tokens", unit_scale=True) as bar):
-        for tokens in read(config):
+        for tokens in read(config, without=temporary):
             of_val = max(0, int(config.val_tokens) - written)
             val.write(tokens[:of_val].tobytes())
             train.write(tokens[of_val:].tobytes())

@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass, fields, replace
@@ -27,8 +28,9 @@ import torch.distributed as dist
 import tyro
 from torch.nn.parallel import DistributedDataParallel
 
+from check import check_arm, lambda_of
 from data import FINEWEB, get_tokenizer, load_data, load_sequences, one_sentence
-from model import ATTENTION, GPT, Block, GPTConfig
+from model import ATTENTION, GPT, Block, GPTConfig, ModelError
 
 RANK = int(os.environ.get("RANK") or 0)  # torchrun starts WORLD processes and numbers them
 WORLD = int(os.environ.get("WORLD_SIZE") or 1)
@@ -61,7 +63,7 @@ class Config(GPTConfig):
     eval_tokens: int = 10_485_760  # val tokens of an evaluation
     log_every: int = 10  # steps between lines of the log
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cuda, cuda:1, cpu or mps
-    dtype: Literal["float32", "bfloat16"] = "bfloat16" if HAS_BF16 else "float32"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16" if HAS_BF16 else "float32"  # of matmuls
     compile: bool = True  # torch.compile the model (on cuda)
 
     def __post_init__(self):
@@ -74,9 +76,11 @@ class Config(GPTConfig):
                     least = "0 or more" if may_be_0 else "above 0"
                     raise ValueError(f"{field.name} must be {least} and not too large: {value}")
         kind, _, number = self.device.partition(":")
-        count = getattr(torch, kind).device_count() if kind in ("cpu", "cuda", "mps") else 0
-        if number not in ("", *map(str, range(count))) or count == 0:
+        known = kind in ("cpu", "cuda", "mps") and getattr(torch, kind).is_available()
+        if not known or int(number or 0) >= getattr(torch, kind).device_count():
             raise ValueError(f"PyTorch sees no {self.device} here")
+        if self.kernel == "flash_attn" and (kind != "cuda" or self.dtype != "bfloat16"):
+            raise ValueError("--kernel=flash_attn needs --device=cuda and --dtype=bfloat16")
 
 
 MAY_BE_0 = ("warmup", "weight_decay", "grad_clip", "seed", "rope_theta", "subln")
@@ -89,7 +93,7 @@ PRESETS = {
 
 
 def parse(argv=None):
-    """A Config for each arm that a command line asks for. ValueError for what can't be."""
+    """A Config for each arm that a command line asks for. ValueError for impossible settings."""
     # the preset first, since it has the defaults of all other flags
     p = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     is_gpt2 = FINEWEB.exists() and torch.cuda.is_available()
@@ -97,7 +101,7 @@ def parse(argv=None):
     preset = PRESETS.get(p.parse_known_args(argv)[0].preset, PRESETS["toy"])
     config = tyro.cli(Config, description=__doc__, default=preset, args=argv, use_underscores=True)
     if config.kernel == "flash_attn":
-        import flash_attn  # if it is missing, say so now
+        import flash_attn  # noqa: F401  if it is missing, say so now
     if not 0 <= RANK < WORLD or (WORLD > 1 and "MASTER_ADDR" not in os.environ):
         raise ValueError(f"RANK is {RANK} and WORLD_SIZE is {WORLD}: start it with torchrun, "
                          "or unset both")
@@ -107,12 +111,13 @@ def parse(argv=None):
     if sequences == 0 or config.total_batch % multiple != 0:
         raise ValueError(f"total_batch must be a multiple of {multiple}, not {config.total_batch}")
     out = Path(config.out or f"out/{config.preset}").expanduser()
-    return [replace(config, attn=attn, out=str(out / attn)) for attn in config.attn.split(",")]
+    arms = [attn.strip() for attn in config.attn.split(",")]
+    return [replace(config, attn=attn, out=str(out / attn)) for attn in arms]
 
 
 # ---- a step
 
-@lru_cache(maxsize=2)  # the last batch of an epoch needs the order of the next one, too
+@lru_cache(maxsize=2)  # a batch may go over from one epoch into the next one
 def permutation(n, seed, epoch):
     return np.random.default_rng([seed, epoch]).permutation(n)
 
@@ -140,9 +145,11 @@ def learning_rate(step, config):
 
 
 def make_optimizer(model, config):
-    """AdamW. Matrices decay, the embedding among them. Norms and lambda vectors do not."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+    """AdamW. Matrices decay, the embedding among them. Norms and lambdas do not."""
+    matrices, vectors = [], []
+    for p in model.parameters():  # a vector may have another shape, like (h, 1, 1)
+        is_matrix = p.ndim == 2 or p.squeeze().ndim > 1
+        (matrices if is_matrix else vectors).append(p)
     decaying = dict(params=matrices, weight_decay=config.weight_decay)
     others = dict(params=vectors, weight_decay=0.0)
     return torch.optim.AdamW([decaying, others], lr=config.lr, betas=(0.9, 0.95), fused=True)
@@ -160,6 +167,7 @@ def training_step(model, optimizer, data, config, step):
     Returns two tensors, as numbers would have to wait for the GPU: the loss before the update, the
     mean over this process's sequences, and the norm of the gradient before clipping.
     """
+    torch.manual_seed(config.seed + step * WORLD + RANK)  # for an arm of yours that has dropout
     for param_group in optimizer.param_groups:
         param_group["lr"] = learning_rate(step, config)
     micro_steps = config.total_batch // (config.batch_size * config.block_size * WORLD)
@@ -204,21 +212,15 @@ def evaluate(model, val, config):
 
 @torch.no_grad()
 def lambdas(model, idx):
-    """lambda of each layer that has one: its mean over all heads, and over the tokens of idx."""
-    found = []
-
-    def look(attn, inputs, output):
-        lam = getattr(attn, "lam", None)  # an arm of your own may have a method, or a number
-        if callable(lam):
-            lam = lam(inputs[0])
-        if lam is not None:
-            found.append(torch.as_tensor(lam).float().mean().item())
-
-    hooks = [block.attn.register_forward_hook(look) for block in model.blocks]
+    """The mean lambda of each layer that has one, over the tokens of idx (B, T)."""
+    inputs = []
+    hooks = [block.attn.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+             for block in model.blocks]
     model(idx)
     for hook in hooks:
         hook.remove()
-    return found
+    found = [lambda_of(block.attn, x) for block, x in zip(model.blocks, inputs)]
+    return [round(lam, 4) for lam in found if lam is not None]
 
 
 def look_at(model, val, enc, config):
@@ -227,7 +229,7 @@ def look_at(model, val, enc, config):
     idx = load_sequences(val, range(n), config.block_size)[:, :-1].to(config.device)
     model.eval()
     with autocast(config):
-        found = {"lambda": [round(lam, 4) for lam in lambdas(model, idx)]}
+        found = {"lambda": lambdas(model, idx)}
         try:
             prompt = enc.encode_ordinary("Once upon a time")
         except ValueError:  # a tokenizer of letters may lack one of them
@@ -238,114 +240,30 @@ def look_at(model, val, enc, config):
     return found | dict(sample=enc.decode(prompt + new, errors="backslashreplace"))
 
 
-# ---- a run
-
-# what may differ when a run goes on: these don't say what the run is
-FREE = ("preset", "data", "out", "restart", "kernel", "batch_size", "eval_every", "log_every",
-        "device", "compile", "code", "torch", "date")
-
-
-def describe(config, data, val):
-    """The first line of a run's log: its settings, as they ran, its data and its code.
-
-    ValueError for a model that can't be, or too little data.
-    """
-    if min(len(data), len(val)) <= config.block_size:
-        raise ValueError(f"--data={config.data} is too short for blocks of {config.block_size}")
-    block = Block(config, depth=0)  # which says what None means for its arm
-    run = asdict(config) | dict(mlp_width=block.mlp.up_proj.out_features)
-    if config.subln is None:
-        run["subln"] = getattr(block.attn, "usual_subln", 0.0)
-    ends = np.concatenate([data[:1000], data[-1000:], val[:1000], val[-1000:]])
-    run |= dict(train_tokens=len(data), val_tokens=len(val), ends=int(ends.sum()))
-    code = hashlib.sha256()
-    for module in ("model", __name__, type(block.attn).__module__):
-        file = getattr(sys.modules.get(module), "__file__", None)  # a notebook has none
-        code.update(Path(file).read_bytes() if file else b"")
-    today = time.strftime("%Y-%m-%d")
-    return run | dict(code=code.hexdigest()[:12], torch=str(torch.__version__), date=today)
-
-
-def checkpoint(run):
-    """The model that lies in the run's folder, or None. ValueError if it is another run's."""
-    path, log = Path(run["out"], "ckpt.pt"), Path(run["out"], "log.jsonl")
-    if run["restart"]:
-        return None
-    if not path.exists():
-        if log.exists() and "val_loss" in log.read_text():
-            raise ValueError(f"{path} is gone, but not its log: --restart discards that run")
-        return None
-    there = GPT.load(path)
-    first = there.extra["log"][0] if "log" in there.extra else {}
-    for name, here in run.items():
-        was = first.get(name)
-        if name not in FREE and was != here:
-            of = "--data's " if name in ("train_tokens", "val_tokens", "ends") else ""
-            difference = f"{of}{name} is {was!r} there and {here!r} here"
-            raise ValueError(f"{run['out']} is another run: {difference}. Take another --out, or "
-                             "--restart")
-    return there
-
-
-@torch.no_grad()
-def check(config):
-    """SystemExit if an arm contradicts itself: a class may have changed one of its forms alone."""
-    config = replace(config, vocab_size=97, kernel="sdpa")
-    model = GPT(config).eval()
-    for p in model.parameters():
-        p.add_(0.05 * torch.randn_like(p))  # a gate that starts at 0 would hide a difference
-    idx = torch.arange(70)[None]  # more than a chunk of linear attention
-    lambdas(model, idx)  # if that fails, it does so now and not after the first 250 steps
-    whole = model(idx, idx)[0]
-    others = {}
-    state = {}
-    model(idx[:, :66], state=state)
-    if all(state["layers"]):
-        others["the same in two parts"] = model(idx[:, 66:], idx[:, 66:], state)[0]
-    if "make_map" in getattr(model.blocks[0].attn, "forms", ()):
-        config.kernel = "map"
-        others["make_map times V"] = model(idx, idx)[0]
-    for name, logits in others.items():
-        if not torch.allclose(logits, whole[:, -logits.shape[1] :], atol=1e-3):
-            sys.exit(f"{config.attn}: attend is not {name}. --kernel=map trains make_map")
-
-
-def write_log(out, log):
-    """Writes all lines of a log: those of a run are few."""
-    Path(out, "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
-
-
-def speed(config, size, step, logged, seconds):
-    """Tokens a second since the last step that was logged, and what follows from them."""
-    rate = (step - logged) * config.total_batch / seconds
+def speed(config, size, steps, step, seconds):
+    """Tokens a second in the last `steps` steps, and what follows from them."""
+    rate = steps * config.total_batch / seconds
     found = dict(tok_per_s=round(rate))
     found["minutes_left"] = (config.steps - step) * config.total_batch / rate / 60
     if config.device.startswith("cuda") and torch.cuda.get_device_capability()[0] == 9:
-        # forward and backward as PaLM counts them (2204.02311, B), as if it were softmax
+        # forward and backward as PaLM counts them (2204.02311, B), as if each arm were softmax
         flops = 6 * size + 12 * config.n_layer * config.n_embd * config.block_size
         found["mfu"] = rate * flops / (WORLD * 989e12)  # of the peak of an H100 or H200 in bf16
     return found
 
 
+# ---- the loop
+
 def train(config, run, data, val, tokenizer):
-    """Trains one model, from its checkpoint if there is one. Returns the lines of its log."""
-    if config.kernel != "map":
-        check(config)
-    torch.manual_seed(config.seed)  # for an arm of your own that draws its first weights itself
+    """Trains one model, from its checkpoint if there is one. Returns the lines of its log.
+
+    run: what describe() says of it, the first line of the log.
+    """
+    torch.manual_seed(config.seed)  # for an arm of yours that draws its first weights itself
     model = GPT(config, config.seed).to(config.device)
     optimizer = make_optimizer(model, config)
     size = sum(p.numel() for p in model.parameters())
-    out, step, log = run["out"], 0, [run | dict(parameters=size)]
-    there = checkpoint(run)
-    if there is not None:
-        model.load_state_dict(there.state_dict())
-        optimizer.load_state_dict(there.extra["optimizer"])
-        step, log = there.extra["step"], there.extra["log"]
-    if RANK == 0:
-        print(f"{config.attn}: {size:,} parameters, from step {step} -> {out}")
-        write_log(out, log)  # which now ends where the checkpoint does
-        if log[0].get("code") != run["code"]:
-            print(f"{out} began under other code than this, and goes on")
+    step, log = resume(run | dict(parameters=size), model, optimizer)
     compiled = model
     if config.compile and config.device.startswith("cuda"):
         torch.compiler.reset()  # or the later arms of a list would not be compiled any more
@@ -353,84 +271,193 @@ def train(config, run, data, val, tokenizer):
         compiled = torch.compile(model, dynamic=False)
     trained = DistributedDataParallel(compiled) if WORLD > 1 else compiled
 
-    saved = logged = step
+    last = step  # the step of the last line of the log
     clock = time.perf_counter()
-    try:
-        while step < config.steps and "diverged" not in log[-1]:
-            loss, grad_norm = training_step(trained, optimizer, data, config, step)
-            step += 1
-            evaluate_now = step % config.eval_every == 0 or step == config.steps
-            if not evaluate_now and step % config.log_every != 0:
-                continue  # to look at the loss we have to wait for the GPU
-            if WORLD > 1:
-                dist.all_reduce(loss)
-            record = dict(step=step, tokens=step * config.total_batch)
-            record |= dict(train_loss=loss.item() / WORLD, grad_norm=grad_norm.item())
-            record["lr"] = learning_rate(step - 1, config)
-            record |= speed(config, size, step, logged, seconds=time.perf_counter() - clock)
-            if evaluate_now:
-                record["val_loss"] = evaluate(compiled, val, config)
-                record |= look_at(model, val, get_tokenizer(tokenizer), config)
-            if not math.isfinite(record["train_loss"] + record.get("val_loss", 0)):
-                # such a model does not recover, and must not replace the checkpoint
-                record = dict(step=step, diverged="it is not saved. Try a lower --lr")
-            log.append(record)
-            if RANK == 0:
-                if "val_loss" in record:  # saved before anything is printed: a pipe may break
-                    extra = dict(step=step, log=log, optimizer=optimizer.state_dict())
-                    model.save(Path(out, "ckpt.pt"), tokenizer=tokenizer, **extra)
-                    saved = step
-                write_log(out, log)
-                shown = {name: f"{x:.5g}" if type(x) is float else x for name, x in record.items()}
-                print(" | ".join(f"{name} {x}" for name, x in shown.items()), flush=True)
-            logged = step
-            clock = time.perf_counter()
-    except KeyboardInterrupt:
-        sys.exit(f"\nstopped at step {step}: without --restart it goes on from step {saved}")
+    while step < config.steps and "diverged" not in log[-1]:
+        loss, grad_norm = training_step(trained, optimizer, data, config, step)
+        step += 1
+        evaluate_now = step % config.eval_every == 0 or step == config.steps
+        if not evaluate_now and step % config.log_every != 0:
+            continue  # to look at the loss we have to wait for the GPU
+        if WORLD > 1:
+            dist.all_reduce(loss)
+        record = dict(step=step, tokens=step * config.total_batch)
+        record |= dict(train_loss=loss.item() / WORLD, grad_norm=grad_norm.item())
+        record["lr"] = learning_rate(step - 1, config)
+        record |= speed(config, size, step - last, step, seconds=time.perf_counter() - clock)
+        if evaluate_now:
+            record["val_loss"] = evaluate(compiled, val, config)
+            record |= look_at(model, val, get_tokenizer(tokenizer), config)
+        numbers = [record["train_loss"], record["grad_norm"], record.get("val_loss", 0)]
+        if not all(map(math.isfinite, numbers)):
+            # such a model does not recover, and must not replace the checkpoint
+            record = dict(step=step, diverged="it is not saved. Try a lower --lr")
+        log.append(record)
+        if RANK == 0:
+            report(run["out"], log, model, optimizer, tokenizer)
+        last = step
+        clock = time.perf_counter()
     return log
 
 
 def main(argv=None):
     """Trains the runs that a command line asks for. Returns the last val loss of each."""
     torch.set_float32_matmul_precision("high")  # TF32, where matmuls are in float32
-    with one_sentence("train.py", ValueError, ImportError):
-        configs = parse(argv)
-        data, val, tokenizer = load_data(configs[0].data)
-        n_vocab = get_tokenizer(tokenizer).n_vocab
-        configs = [replace(config, vocab_size=n_vocab) for config in configs]
-        runs = [describe(config, data, val) for config in configs]
-        for run in runs:
-            checkpoint(run)  # another run is refused before the first arm is trained
-        for run in runs:
-            Path(run["out"]).mkdir(parents=True, exist_ok=True)
+    configs, runs, *data = open_runs(argv)
     if WORLD > 1:
         if configs[0].device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group()
     if configs[0].preset == "toy" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # at this size more threads mostly wait for one another
-    if RANK == 0:
-        print(f"preset {configs[0].preset} on {configs[0].device}, {len(data):,} train tokens")
-        if configs[0].device.startswith("mps"):
-            print("nobody has run this on mps yet: compare the first steps with --device=cpu")
+    logs = []
     with one_sentence("train.py"):
-        logs = [train(*each, data, val, tokenizer) for each in zip(configs, runs)]
+        if RANK == 0:
+            print(f"preset {configs[0].preset} on {configs[0].device}, {len(data[0]):,} tokens")
+            if configs[0].device.startswith("mps"):
+                print("nobody has run this on mps yet: compare the first steps with --device=cpu")
+        for config, run in zip(configs, runs):
+            try:
+                logs.append(train(config, run, *data))
+            except KeyboardInterrupt:
+                sys.exit(f"\nstopped: {where_it_goes_on(run)}")
+        losses = [log[-1].get("val_loss", math.inf) for log in logs]
+        if RANK == 0:
+            summarize(logs)
     if WORLD > 1:
         dist.destroy_process_group()
-    losses = [log[-1].get("val_loss", math.inf) for log in logs]
-    if RANK == 0:
-        for (first, *_, last), loss in zip(logs, losses):
-            print(f"{first['attn']:16} val loss {loss:.4f}, {last.get('tok_per_s', 0):,} tokens/s, "
-                  f"{first['parameters']:,} parameters")
-        # an arm of your own is known to its file alone: then this is like python myarm.py
-        program = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])]
-        if Path(sys.argv[0]).name == "train.py":
-            program = ["python", "sample.py"]
-        out = Path(configs[-1].out)
-        print(f"sample from it:  {' '.join(program)} --ckpt={out}")
-        print(f"compare seeds:   python -m lab.losses {out.parent.parent}")
     return losses
 
 
+# ---- the folder of a run: ckpt.pt is all that it needs to go on. log.jsonl is a copy of its log
+
+# what may change when a run goes on: these settings don't say what the run is
+MAY_CHANGE = ("preset", "data", "out", "restart", "kernel", "batch_size", "eval_every",
+              "log_every", "device", "compile", "code", "torch", "date")
+
+
+class RunError(ValueError):
+    """Another run lies in the folder, or the rest of one."""
+
+
+def open_runs(argv):
+    """(configs, what describe() says of each, train, val, tokenizer) of a command line.
+
+    All that can be refused is refused here, before the first arm is trained.
+    """
+    with one_sentence("train.py", ValueError, ImportError):
+        configs = parse(argv)
+        data, val, tokenizer = load_data(configs[0].data)
+        longest = min(len(data), len(val)) - 1
+        if longest < configs[0].block_size:
+            raise ValueError(f"--data={configs[0].data} is too short for a block of "
+                             f"{configs[0].block_size} tokens")
+    n_vocab = get_tokenizer(tokenizer).n_vocab
+    configs = [replace(config, vocab_size=n_vocab) for config in configs]
+    # not every ValueError: one in the code of your own arm keeps its traceback
+    with one_sentence("train.py", ModelError, RunError):
+        runs = [describe(config, data, val) for config in configs]
+        for config, run in zip(configs, runs):
+            load_run(run)
+            check_arm(config)
+        for run in runs:
+            Path(run["out"]).mkdir(parents=True, exist_ok=True)
+    return configs, runs, data, val, tokenizer
+
+
+def describe(config, data, val):
+    """What a run is: its settings, as they run, a hash of its data, and one of its code."""
+    block = Block(config, depth=0)  # to learn what its arm makes of settings that are None
+    run = asdict(config) | dict(mlp_width=block.mlp.up_proj.out_features)
+    if config.subln is None:
+        run["subln"] = getattr(block.attn, "usual_subln", 0.0)
+    some = [tokens[:: len(tokens) // 10_000 + 1] for tokens in (data, val)]
+    run |= dict(train_tokens=len(data), val_tokens=len(val))
+    run["data_hash"] = hashlib.sha256(np.concatenate(some).tobytes()).hexdigest()[:12]
+    code = hashlib.sha256()
+    for module in ("model", __name__, type(block.attn).__module__):
+        file = getattr(sys.modules.get(module), "__file__", None)  # a notebook has none
+        code.update(Path(file).read_bytes() if file else b"")
+    run |= dict(code=code.hexdigest()[:12], torch=str(torch.__version__))
+    return run | dict(date=time.strftime("%Y-%m-%d"))
+
+
+def load_run(run):
+    """The model that was saved for this run, or None. RunError if another run was."""
+    path, log = Path(run["out"], "ckpt.pt"), Path(run["out"], "log.jsonl")
+    if run["restart"]:
+        return None
+    if not path.exists():
+        if log.exists() and "val_loss" in log.read_text():
+            raise RunError(f"{path} is gone, but not its log: --restart discards that run")
+        return None
+    saved = GPT.load(path)
+    first = saved.extra["log"][0] if "log" in saved.extra else {}
+    for name, value in run.items():
+        old = first.get(name)
+        if name not in MAY_CHANGE and old != value:
+            if name in ("train_tokens", "val_tokens", "data_hash"):
+                name = f"--data's {name}"
+            raise RunError(f"{run['out']} is another run: {name} is {old!r} there and {value!r} "
+                           "here. Take another --out, or --restart")
+    return saved
+
+
+def resume(run, model, optimizer):
+    """(step, log): of the run's checkpoint, which is loaded into both, or of a new run."""
+    step, log = 0, [run]
+    saved = load_run(run)
+    if saved is not None:
+        model.load_state_dict(saved.state_dict())
+        optimizer.load_state_dict(saved.extra["optimizer"])
+        step, log = saved.extra["step"], saved.extra["log"]
+    if RANK == 0:
+        print(f"{run['attn']}: {run['parameters']:,} parameters, from step {step} -> {run['out']}")
+        write_log(run["out"], log)  # which now ends where the checkpoint does
+        if log[0].get("code") != run["code"]:
+            is_over = step == run["steps"]
+            what = "is finished: --restart trains it anew" if is_over else "goes on"
+            print(f"{run['out']} began under other code than this, and {what}")
+    return step, log
+
+
+def where_it_goes_on(run):
+    """A sentence for whoever has stopped a run."""
+    path = Path(run["out"], "ckpt.pt")
+    step = GPT.load(path).extra["step"] if path.exists() else 0
+    again = "without --restart the run there" if run["restart"] else "the same command"
+    return f"{again} goes on from step {step}"
+
+
+def write_log(out, log):
+    """Writes all lines of a log, which are few."""
+    Path(out, "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
+
+
+def report(out, log, model, optimizer, tokenizer):
+    """Prints the last line of a log. Before, it saves the model if that was just evaluated."""
+    record = log[-1]
+    if "val_loss" in record:
+        extra = dict(step=record["step"], log=log, optimizer=optimizer.state_dict())
+        model.save(Path(out, "ckpt.pt"), tokenizer=tokenizer, **extra)
+    write_log(out, log)
+    shown = {name: f"{x:.5g}" if type(x) is float else x for name, x in record.items()}
+    print(" | ".join(f"{name} {x}" for name, x in shown.items()), flush=True)
+
+
+def summarize(logs):
+    """Prints a line for each run, and what one can do next."""
+    for first, *_, last in logs:
+        print(f"{first['attn']:16} val loss {last.get('val_loss', math.inf):.4f}, "
+              f"{last.get('tok_per_s', 0):,} tokens/s, {first['parameters']:,} parameters")
+    program = "sample.py"
+    if ATTENTION[first["attn"]].__module__ == "__main__":  # an arm that only its own file knows
+        spec = sys.modules["__main__"].__spec__
+        program = f"-m {spec.name}" if spec else sys.argv[0]
+    out = Path(first["out"])
+    print(f"sample from it:  python {program} --ckpt={shlex.quote(str(out))}")
+    print(f"compare seeds:   python -m lab.losses {shlex.quote(str(out.parent.parent))}")
+
+
 if __name__ == "__main__":
-    sys.exit(math.inf in main())  # 1 if a run diverged
+    sys.exit(1 if math.inf in main() else 0)  # 1 if a run diverged

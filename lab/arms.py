@@ -28,7 +28,7 @@ def decay_rates(layer):
     of a head have the same.
     """
     log_span = torch.linspace(math.log2(4), math.log2(2 * layer.config.block_size), layer.h)
-    return torch.exp2(-log_span).repeat_interleave(layer.maps_per_head)[:, None, None]
+    return torch.exp2(-log_span).repeat_interleave(layer.value_width)[:, None, None]
 
 
 def log_decay(rates, T, device):

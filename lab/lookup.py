@@ -37,6 +37,8 @@ SIZES = (0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48)  # of the crowds of a test
 LONGER = (256, 1024)  # pairs that are added in a test of longer texts
 SHOWN = {"softmax": 4.5e-3, "softmax_average": 2e-3, "diff": 2e-3}  # arms and rates
 NAMES = {"softmax": "one map", "softmax_average": "minus the average", "diff": "difference"}
+TITLES = {"softmax": "softmax: one map", "softmax_average": "minus the average",
+          "diff": "diff: minus another map"}
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -100,7 +102,7 @@ class Reader(GPT):
     def __init__(self, run):
         config = GPTConfig(
             attn=run.arm, n_layer=1, n_embd=64, rope_theta=0,
-            n_head=run.heads * ATTENTION[run.arm].maps_per_head,
+            n_head=run.heads * ATTENTION[run.arm].value_width,
             subln=float(run.norm),  # the same for all arms
             vocab_size=run.keys + run.values + 1,  # and the mark of a query
         )
@@ -224,8 +226,8 @@ def shown_row(reader):
     return row | dict(weights=[round(weight, 5) for weight in weights])
 
 
-def draw(folder, shown, runs=()):
-    """Two pictures of the rows `shown`. Dots are their arms among the runs, with other seeds."""
+def draw_weights(shown, path):
+    """The weights of one query on 64 pairs: a panel for each of the rows `shown`."""
     figure, axes = new_figure(1, len(shown), width=9, height=5)
     for ax, row in zip(axes, shown):
         weights = row["weights"]
@@ -233,26 +235,34 @@ def draw(folder, shown, runs=()):
         ax.bar(7.5, crowd, 16, color="#F3CFB3")
         ax.bar(range(64), weights, 1, color=["#D55E00"] * 16 + ["#888888"] * 48)
         ax.bar(RIGHT, weights[RIGHT], 3, color="#009E73")
-        for x, weight in (7.5, crowd), (RIGHT, weights[RIGHT]):
-            ax.text(x + 4, max(weight, 0) + 0.005, f"{weight:.3f}".replace("-", "−"), ha="center")
-        ax.set(title=NAMES[row["arm"]], xticks=[], xlim=(-4, 72), ylim=(-0.03, 0.27))
-        ax.tick_params(labelleft=ax is axes[0])
-    text = "weights of 64 pairs: the right one,\nand 16 that agree, with their sum"
-    figure.supxlabel(text, fontsize=18)
-    figure.savefig(folder / "lookup-weights.png")
+        is_first = ax is axes[0]
+        words = {0: ("16 wrong,\ntogether ", crowd), 46: ("the right\none ", weights[RIGHT])}
+        for x, (name, weight) in words.items():
+            text = f"{name if is_first else ''}{weight:.3f}".replace("-", "−")
+            ax.text(x, max(weight, 0) + 0.004, text, fontsize=16)
+        ax.set_title(TITLES[row["arm"]], fontsize=19 if len(shown) == 2 else 15)
+        ax.set(xticks=[], xlim=(-4, 78), ylim=(-0.03, 0.3))
+        ax.tick_params(labelleft=is_first)
+    axes[0].set_ylabel("weight")
+    figure.savefig(path)
 
-    figure, (ax,) = new_figure(width=6, height=4.6)
+
+def draw(folder, shown, runs=()):
+    """The pictures of the rows `shown`. Dots are their arms among the runs, with other seeds."""
+    draw_weights(shown, folder / "lookup-weights.png")
+    draw_weights([shown[0], shown[2]], folder / "lookup-front.png")
+    figure, (ax,) = new_figure(width=6, height=4.8)
     for row, line in zip(shown, ("-", "-", "--")):
         color = COLORS[row["arm"]]
         seeds = [shares(runs, "own", str(m), row=NAMES[row["arm"]]) for m in SIZES]
         ax.plot(SIZES, seeds, ".", color=color, alpha=0.5)
         ax.plot(row["right"], line, color=color, linewidth=3, label=NAMES[row["arm"]])
-    ax.axvline(math.exp(2), color="black", linestyle=":")  # the prediction
-    ax.text(math.exp(2) + 1, 50, "$e^{2}$ = 7.4")
-    ax.set(xlabel="wrong pairs that agree", ylabel="right answers, %", ylim=(-3, 103))
+    ax.axvline(math.exp(2), color="black", linestyle=":")
+    ax.text(math.exp(2) + 1, 50, "predicted for\none map: $e^{2}$ = 7.4", fontsize=10)
+    ax.set(xlabel="wrong pairs that agree, of 64", ylabel="right answers, %", ylim=(-3, 103))
     ax.legend(loc="center right", frameon=False)
     figure.savefig(folder / "lookup.png")
-    print(f"-> {folder / 'lookup-weights.png'}, {folder / 'lookup.png'}")
+    print(f"-> lookup-front.png, lookup-weights.png and lookup.png in {folder}")
 
 
 def shares(runs, read, test, kind=0, **settings):

@@ -21,7 +21,8 @@ from model import ATTENTION
 SETTINGS = ("attn", "n_layer", "n_head", "n_embd", "block_size", "mlp_width", "rope_theta",
             "subln", "lr", "warmup", "weight_decay", "grad_clip", "dtype")
 # what all runs must share, or their losses can't be compared
-SHARED = ("vocab_size", "train_tokens", "val_tokens", "ends", "eval_tokens", "steps", "total_batch")
+SHARED = ("vocab_size", "train_tokens", "val_tokens", "data_hash", "eval_tokens", "steps",
+          "total_batch")
 
 
 def read_run(log):

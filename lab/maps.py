@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data import get_tokenizer
-from lab.stats import load_checkpoint, new_figure, parser
+from lab.stats import load_checkpoint, load_tokenizer, new_figure, parser
 from model import make_rope
 
 LONGEST = 64  # tokens. In a map of more the labels can't be read
@@ -83,9 +82,10 @@ def main(argv=None):
     p.add_argument("--text", default="to be or not to be", help="what the model reads")
     p.add_argument("--out", type=Path, default=Path("out/maps"), help="folder (out/maps)")
     args = p.parse_args(argv)
-    _, model = load_checkpoint(args.ckpt)
-    tokenizer = get_tokenizer(model.extra["tokenizer"])
-    tokens = tokenizer.encode_ordinary(args.text)
+    file, model = load_checkpoint(args.ckpt)
+    tokenizer = load_tokenizer(file, model)
+    encode = getattr(tokenizer, "encode_ordinary", tokenizer.encode)  # transformers has the latter
+    tokens = encode(args.text)
     if not 2 <= len(tokens) <= LONGEST:
         raise SystemExit(f"--text has {len(tokens)} tokens. A map of 2 to {LONGEST} can be read")
     maps = attention_maps(model, torch.tensor([tokens]))

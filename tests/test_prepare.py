@@ -106,6 +106,13 @@ def test_what_is_not_read_is_named(corpora, capsys):
     assert "not read: all/link, all/README.md, all/empty.jsonl" in capsys.readouterr().out
 
 
+def test_a_folder_may_hold_what_is_made_of_it(corpora):
+    os.makedirs("texts")
+    write_shard("texts/d.bin", range(250))
+    prepare_fineweb.main(["--source=texts", "--out=texts/tokens", "--val_tokens=9"])
+    assert np.fromfile("texts/tokens/train.bin", "<u2").tolist() == list(range(9, 250))
+
+
 def test_one_text_file_is_enough(corpora):
     need_gpt2()
     Path("novel.txt").write_text("Once upon a time " * 100)

@@ -14,13 +14,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import sample
 import train
 from data import get_tokenizer, load_data, load_sequences
 from helpers import TOP, TOY, log_of, need_gpt2, refusal
-from model import ATTENTION, GPT, DiffLinear, GPTConfig, Softmax, average_map, linear_map
-from model import running_mean, softmax_attention, softmax_map
+from model import ATTENTION, GPT, Diff, DiffLinear, GPTConfig, Softmax, average_map, linear_map
+from model import rotate, running_mean, softmax_attention, softmax_map
 
 STORY = "Once upon a time there was a Größe 🙂. " * 200
 
@@ -60,6 +61,55 @@ def test_micro_steps_add_up_to_one_large_batch(story):
     torch.testing.assert_close(*results, rtol=1e-5, atol=0)
 
 
+def test_matrices_decay_and_vectors_do_not():
+    (config,) = train.parse([*TOY, "--attn=diff"])
+    optimizer = train.make_optimizer(GPT(config), config)
+    matrices, vectors = optimizer.param_groups
+    assert {p.ndim for p in vectors["params"]} == {1} and vectors["weight_decay"] == 0
+    assert {p.ndim for p in matrices["params"]} == {2} and matrices["weight_decay"] == 0.1
+    assert matrices["betas"] == vectors["betas"] == (0.9, 0.95)
+
+
+def test_lambdas_of_any_shape_do_not_decay():
+    model = torch.nn.Module()
+    model.lam, model.matrix = [torch.nn.Parameter(torch.ones(*n)) for n in ((4, 1, 1), (4, 1, 3))]
+    matrices, vectors = train.make_optimizer(model, train.parse(TOY)[0]).param_groups
+    assert matrices["params"] == [model.matrix] and vectors["params"] == [model.lam]
+
+
+def test_gradients_have_a_limit(story):
+    (loss,) = train.main([*TOY, story, "--grad_clip=1e-12", "--weight_decay=0", "--steps=2"])
+    assert loss == pytest.approx(math.log(257), abs=0.2)
+    assert log_of("out/toy/softmax")[-1]["grad_norm"] > 1  # that before it
+
+
+def test_another_seed_starts_with_other_weights(story):
+    for seed in ("1", "2", "3"):
+        train.main([*TOY, story, f"--seed={seed}", "--steps=1", "--lr=1e-30", f"--out={seed}"])
+    weights = {GPT.load(f"{seed}/softmax/ckpt.pt").wte.weight[0, 0].item() for seed in "123"}
+    assert len(weights) == 3
+
+
+def test_bf16_is_used_where_it_is_asked_for(story):
+    losses = []
+    for dtype in ("float32", "bfloat16"):
+        losses += train.main([*TOY, story, f"--dtype={dtype}", "--steps=4", f"--out={dtype}"])
+    assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], abs=0.05)
+    state = GPT.load("bfloat16/softmax/ckpt.pt").state_dict()
+    assert {p.dtype for p in state.values()} == {torch.float32}
+
+
+def test_what_a_log_says_of_the_clock(monkeypatch):
+    (config,) = train.parse(TOY)  # 24 steps of 128 tokens
+    said = train.speed(config, size=10**6, steps=4, step=8, seconds=2.0)
+    assert said == dict(tok_per_s=256, minutes_left=(24 - 8) * 128 / 256 / 60)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    config.device = "cuda"
+    said = train.speed(config, size=10**6, steps=4, step=8, seconds=2.0)
+    # 6 FLOP for a parameter and a token, and 12 n_layer n_embd T for the maps
+    assert said["mfu"] == pytest.approx(256 * (6 * 10**6 + 12 * 1 * 32 * 32) / 989e12)
+
+
 def test_the_rate_rises_to_its_peak_and_falls_to_0():
     (config,) = train.parse([*TOY, "--steps=100", "--warmup=10", "--lr=1"])
     rates = [train.learning_rate(step, config) for step in range(100)]
@@ -83,10 +133,10 @@ def test_the_rate_rises_to_its_peak_and_falls_to_0():
     ("--device=tpu9", "PyTorch sees no tpu9 here"),
     ("--device=cuda:9", "PyTorch sees no cuda:9 here"),
     ("--device=mps", "PyTorch sees no mps here"),
-    ("--kernel=flash_attn", "flash_attn"),
+    ("--kernel=flash_attn", "--kernel=flash_attn needs --device=cuda and --dtype=bfloat16"),
     ("--out=short.txt/x", "short.txt"),
     ("--data=nowhere", "--data=nowhere is not there"),
-    ("--data=short.txt", "short.txt is too short for blocks of 256"),
+    ("--data=short.txt", "short.txt is too short for a block of 256 tokens"),
     ("--data=latin1.txt", "latin1.txt can't be read as UTF-8 text"),
     ("--data=half", "half/train.bin can't be read as tokens"),
 ])
@@ -128,6 +178,8 @@ def test_a_run_writes_a_log_and_the_model_that_it_evaluated(story):
     assert (head["attn"], head["n_layer"], head["lr"], head["subln"]) == ("diff", 1, 0.002, 1)
     assert head["parameters"] == sum(p.numel() for p in model.parameters())
     assert [record["step"] for record in records] == [2, 4, 6]
+    rates = [train.learning_rate(step - 1, train.parse([*TOY, *flags])[0]) for step in (2, 4, 6)]
+    assert [record["lr"] for record in records] == rates
     of_a_step = {"step", "tokens", "train_loss", "lr", "grad_norm"}
     assert records[0].keys() == of_a_step
     assert records[1].keys() == records[2].keys() == of_a_step | {"val_loss", "lambda", "sample"}
@@ -244,17 +296,17 @@ def test_killed_anywhere_a_run_ends_in_the_same_bits(monkeypatch):
             torch.testing.assert_close(cut, whole, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("place, stopped, saved", [
-    ((train, "training_step", 3), 2, 0),
-    ((train, "training_step", 8), 7, 4),
-    ((Path, "replace", 2), 8, 4),  # while the second checkpoint is written
+@pytest.mark.parametrize("place, saved", [
+    ((train, "training_step", 3), 0),
+    ((train, "training_step", 8), 4),
+    ((Path, "replace", 2), 4),  # while the second checkpoint is written
+    ((train, "write_log", 6), 4),  # when the first is, and the log is behind it
 ])
-def test_ctrl_c_says_from_which_step_the_run_goes_on(place, stopped, saved, capsys):
+def test_ctrl_c_says_from_which_step_the_run_goes_on(place, saved, capsys):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as error:
         send_before(patch, signal.SIGINT, *place)
         train.main(TOY)
-    assert f"stopped at step {stopped}:" in error.value.code
-    assert error.value.code.endswith(f"goes on from step {saved}")
+    assert error.value.code == f"\nstopped: the same command goes on from step {saved}"
     train.main(TOY)
     assert f"from step {saved} -> out/toy/softmax" in capsys.readouterr().out
 
@@ -274,7 +326,7 @@ def test_a_log_that_is_missing_or_cut_is_written_anew():
 @pytest.mark.parametrize("flag, difference", [
     ("--steps=8", "steps is 4 there and 8 here"),
     ("--subln=0.5", "subln is 1.0 there and 0.5 here"),
-    ("--data=other.txt", "--data's ends is "),
+    ("--data=other.txt", "--data's data_hash is "),
 ])
 def test_another_run_is_refused_before_any_arm_is_trained(flag, difference, story):
     Path("other.txt").write_text(STORY.swapcase(), encoding="utf-8")
@@ -290,7 +342,8 @@ def test_another_run_is_refused_before_any_arm_is_trained(flag, difference, stor
 def test_restart_keeps_the_old_run_until_the_first_checkpoint_of_the_new_one(monkeypatch):
     train.main([*TOY, "--steps=4", "--attn=diff"])
     flags = [*TOY, "--steps=8", "--attn=diff", "--restart"]
-    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="goes on from step 0"):
+    stopped = "stopped: without --restart the run there goes on from step 4"
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match=stopped):
         send_before(patch, signal.SIGINT, train, "training_step", 3)
         train.main(flags)
     assert GPT.load("out/toy/diff/ckpt.pt").extra["log"][0]["steps"] == 4
@@ -318,11 +371,23 @@ def test_other_code_goes_on_and_says_so(monkeypatch, capsys):
 
     Mine.__module__ = "mine"
     monkeypatch.setitem(ATTENTION, "mine", Mine)
-    for content, said in [("a = 1", False), ("a = 1", False), ("a = 2", True)]:
-        Path("mine.py").write_text(content)
-        monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(__file__="mine.py"))
+    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(__file__="mine.py"))
+    Path("mine.py").write_text("a = 1")
+    for _ in range(2):
         train.main([*TOY, "--steps=4", "--attn=mine"])
-        assert ("began under other code" in capsys.readouterr().out) == said
+        assert "under other code" not in capsys.readouterr().out
+    Path("mine.py").write_text("a = 2")
+    train.main([*TOY, "--steps=4", "--attn=mine"])
+    assert "under other code than this, and is finished: --restart" in capsys.readouterr().out
+
+
+def test_an_edit_in_the_middle_of_a_text_is_another_run():
+    text = "".join(f"{i} " for i in range(3000))
+    Path("text.txt").write_text(text)
+    train.main([*TOY, "--steps=4", "--data=text.txt"])
+    Path("text.txt").write_text(text[:5000] + text[5000:9000][::-1] + text[9000:])
+    with pytest.raises(SystemExit, match="is another run: --data's data_hash is"):
+        train.main([*TOY, "--steps=4", "--data=text.txt"])
 
 
 def test_a_finished_run_is_found_by_the_same_settings_in_other_words(capsys):
@@ -330,7 +395,7 @@ def test_a_finished_run_is_found_by_the_same_settings_in_other_words(capsys):
     for flags in [
         ["--attn=diff", "--subln=1", "--mlp_width=80"],  # that is what they are anyway
         ["--attn=diff", "--eval_every=2", "--log_every=2", "--batch_size=2", "--kernel=map"],
-        ["--attn=softmax,diff"],  # an arm that joins the list
+        ["--attn=softmax, diff"],  # an arm that joins the list
     ]:
         assert train.main([*TOY, "--steps=4", *flags])[-1] == loss
         assert "from step 4 -> out/toy/diff" in capsys.readouterr().out
@@ -367,8 +432,8 @@ def test_a_sample_that_stdout_cannot_print_ends_no_run():
 
 
 @pytest.mark.parametrize("error, says", [
-    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), "out of memory (CUDA out"),
-    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "out of memory"),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to"), "too little memory (CUDA out"),
+    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "too little mem"),
     (RuntimeError("[enforce fail at x] . unexpected pos 576 vs 534"), "is the disk full?"),
     (OSError(28, "No space left on device"), "No space left on device"),
 ])
@@ -385,13 +450,29 @@ def test_too_little_memory_or_disk_is_one_sentence_and_loses_nothing(error, says
     assert not Path("out/toy/softmax/ckpt.pt.tmp").exists()
 
 
-def test_a_programmers_mistake_keeps_its_traceback(monkeypatch):
-    class Wrong(Softmax):
-        def make_map(self, q, k, x, rope):
-            return q @ k  # shapes do not fit
+class WrongShapes(Softmax):
+    def make_map(self, q, k, x, rope):
+        return q @ k
 
-    monkeypatch.setitem(ATTENTION, "wrong", Wrong)
-    with pytest.raises(RuntimeError):
+
+class WrongCount(Softmax):
+    def __init__(self, config, depth):
+        super().__init__(config, depth)
+        self.a, self.b = 1, 2, 3
+
+
+class WrongWrite(Softmax):
+    def make_map(self, q, k, x, rope):
+        A = softmax_map(q, k, rope)
+        return A.mean(1, keepdim=True).expand_as(A).mul_(2)
+
+
+@pytest.mark.parametrize("arm, error", [
+    (WrongShapes, RuntimeError), (WrongCount, ValueError), (WrongWrite, RuntimeError),
+])
+def test_a_programmers_mistake_keeps_its_traceback(arm, error, monkeypatch):
+    monkeypatch.setitem(ATTENTION, "wrong", arm)
+    with pytest.raises(error):
         train.main([*TOY, "--attn=wrong"])
 
 
@@ -437,6 +518,16 @@ class ZeroAtFirst(DiffLinear):
     attend = DiffLinear.attend
 
 
+class FarWindow(Softmax):
+    """Its map ends after 200 tokens, and its attend does not."""
+
+    def make_map(self, q, k, x, rope):
+        A = softmax_map(q, k, rope)
+        return A - A.tril(-200)
+
+    attend = Softmax.attend
+
+
 class ForgetsTheAverage(Softmax):
     """It keeps softmax's state, and not the values that it averages."""
 
@@ -449,17 +540,173 @@ class ForgetsTheAverage(Softmax):
         return y - 0.5 * running_mean(v, {})
 
 
+class LeaksInChunks(Softmax):
+    """Chunks of 64 tokens, in which somebody has forgotten the tril."""
+
+    def make_map(self, q, k, x, rope):
+        T = q.shape[2]
+        chunk = torch.arange(T) // 64
+        scores = rotate(q, rope) @ rotate(k, rope).mT
+        return scores.masked_fill(chunk[:, None] < chunk, -math.inf).softmax(-1)
+
+
+class PooledKeys(Softmax):
+    """Neighbouring tokens have one key: the mean of both."""
+
+    def project(self, x):
+        q, k, v = super().project(x)
+        even = F.pad(k, (0, 0, 0, k.shape[2] % 2)).unflatten(2, (-1, 2)).mean(3)
+        return q, even.repeat_interleave(2, dim=2)[:, :, : k.shape[2]], v
+
+
+class WrongInTheLastLayer(Softmax):
+    def __init__(self, config, depth):
+        super().__init__(config, depth)
+        self.is_first = depth == 0
+
+    def make_map(self, q, k, x, rope):
+        A = softmax_map(q, k, rope)
+        return A if self.is_first else A / 2
+
+    attend = Softmax.attend
+
+
+class ForgetsInASecondStep(Softmax):
+    """What it shifts is right for a second part, but not for the next single tokens."""
+
+    def make_map(self, q, k, x, rope):
+        A = softmax_map(q, k, rope)
+        return A + 0.5 * torch.diag(torch.ones(A.shape[-1] - 2, dtype=A.dtype), -2)
+
+    def attend(self, q, k, v, x, rope, state):
+        y = softmax_attention(q, k, v, rope, state, self.config.kernel)
+        last = torch.cat((state.get("last", torch.zeros_like(v[:, :, :0])), v), dim=2)
+        state["last"] = v[:, :, -2:]  # of this part alone
+        return y + 0.5 * F.pad(last, (0, 0, 2, 0))[:, :, -v.shape[2] - 2 : -2]
+
+
+class NoMask(Softmax):
+    def make_map(self, q, k, x, rope):
+        return (rotate(q, rope) @ rotate(k, rope).mT).softmax(-1)
+
+
+class MeanOverTime(Softmax):
+    def forward(self, x, rope, state):
+        return self.v_proj(x.mean(1, keepdim=True).expand_as(x))
+
+
+class MixesTheBatch(Diff):
+    def lam(self, x):
+        return x[..., :1].mean((0, 2)).sigmoid()[None, None, :, None]
+
+
+class NotANumber(Softmax):
+    def make_map(self, q, k, x, rope):
+        A = F.relu(softmax_map(q, k, rope) - 0.5)
+        return A / A.sum(-1, keepdim=True)
+
+
+class HiddenModule(Diff):
+    def __init__(self, config, depth):
+        super().__init__(config, depth)
+        self.lam = torch.nn.Linear(config.n_embd, 1)
+
+
 @pytest.mark.parametrize("arm, says", [
-    (Contradiction, "attend is not make_map times V"),
-    (ZeroAtFirst, "attend is not make_map times V"),
-    (ForgetsTheAverage, "attend is not the same in two parts"),
+    (Contradiction, "mine has an attend that is not make_map times V"),
+    (ZeroAtFirst, "mine has an attend that is not make_map times V"),
+    (FarWindow, "mine has an attend that is not make_map times V"),
+    (ForgetsTheAverage, "mine reads a text in parts in another way"),
+    (ForgetsInASecondStep, "mine reads a text in parts in another way"),
+    (NoMask, "mine sees later tokens"),
+    (LeaksInChunks, "mine sees later tokens"),
+    (PooledKeys, "mine sees later tokens"),
+    (WrongInTheLastLayer, "mine has an attend that is not make_map times V"),
+    (MeanOverTime, "mine sees later tokens"),
+    (MixesTheBatch, "mine mixes the texts of a batch"),
+    (NotANumber, "mine makes numbers that are not finite"),
+    (HiddenModule, "mine has a module and a method lam: rename the module"),
 ])
-def test_an_arm_that_contradicts_itself_is_not_trained(arm, says, monkeypatch):
+def test_an_arm_that_is_wrong_is_not_trained(arm, says, monkeypatch):
     monkeypatch.setitem(ATTENTION, "mine", arm)
-    with pytest.raises(SystemExit, match=says):
-        train.main([*TOY, "--attn=mine"])
-    assert not Path("out/toy/mine/log.jsonl").exists()
+    flags = [*TOY, "--block_size=256", "--total_batch=1024", "--n_layer=2"]
+    with pytest.raises(SystemExit, match=f"^train.py: {says}"):  # before any arm is trained
+        train.main([*flags, "--attn=softmax,mine"])
+    assert not list(Path("out").rglob("log.jsonl"))
+
+
+def test_what_contradicts_its_map_can_be_trained_and_sampled_by_it(monkeypatch, capsys):
+    monkeypatch.setitem(ATTENTION, "mine", Contradiction)
     train.main([*TOY, "--attn=mine", "--kernel=map", "--steps=1"])
+    assert GPT.load("out/toy/mine/ckpt.pt").config.kernel == "map"
+    monkeypatch.setitem(ATTENTION, "mine", type("Twice", (Softmax,), {"attend": Twice.attend}))
+    with pytest.raises(SystemExit, match="mine has no make_map of its own, which --kernel=map"):
+        train.main([*TOY, "--attn=mine", "--kernel=map", "--restart"])
+
+
+def test_an_attend_alone_is_trained_and_said_to_be_compared_with_nothing(monkeypatch, capsys):
+    for arm, is_said in [(Twice, True), (Softmax, False), (NotChecked, True)]:
+        monkeypatch.setitem(ATTENTION, "mine", arm)
+        train.main([*TOY, "--attn=mine", "--steps=1", "--restart"])
+        assert ("mine is compared with no equation" in capsys.readouterr().out) == is_said
+
+
+class Twice(Softmax):
+    def attend(self, *args):
+        return 2 * super().attend(*args)
+
+
+class NotChecked(torch.nn.Module):
+    """It is no Attention at all."""
+
+    def __init__(self, config, depth):
+        super().__init__()
+        self.v_proj = torch.nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x, rope, state):
+        return self.v_proj(x)
+
+
+class Grouped(Softmax):
+    """Two heads of queries share one of keys and values."""
+
+    def __init__(self, config, depth):
+        super().__init__(config, depth)
+        self.h = config.n_head // 2
+        self.k_proj = torch.nn.Linear(config.n_embd, config.n_embd // 2, bias=False)
+        self.v_proj = torch.nn.Linear(config.n_embd, config.n_embd // 2, bias=False)
+
+
+class Dropped(Softmax):
+    """An arm that draws its first weights, and a dropout, of PyTorch's own generator."""
+
+    def __init__(self, config, depth):
+        super().__init__(config, depth)
+        self.scale = torch.nn.Parameter(torch.rand(()))
+
+    def forward(self, x, rope, state):
+        return F.dropout(super().forward(x, rope, state), 0.2, self.training) * self.scale
+
+
+def test_grouped_keys_need_no_more_than_their_projections(monkeypatch):
+    monkeypatch.setitem(ATTENTION, "mine", Grouped)
+    train.main([*TOY, "--attn=mine", "--steps=4", "--n_head=4"])
+    first, *_ = log_of("out/toy/mine")
+    train.main([*TOY, "--attn=softmax", "--steps=4", "--n_head=4"])
+    assert first["parameters"] == pytest.approx(log_of("out/toy/softmax")[0]["parameters"], 0.01)
+
+
+def test_what_an_arm_draws_is_the_same_after_a_kill(monkeypatch):
+    monkeypatch.setitem(ATTENTION, "mine", Dropped)
+    (whole,) = train.main([*TOY, "--attn=mine", "--out=whole"])
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="goes on from step 4"):
+        send_before(patch, signal.SIGINT, train, "training_step", 7)
+        train.main([*TOY, "--attn=mine"])
+    assert train.main([*TOY, "--attn=mine"]) == [whole]
+    model = GPT.load("out/toy/mine/ckpt.pt")
+    sequences = load_sequences(load_data(None)[1], range(8), 32)
+    val_loss = model(sequences[:, :-1], sequences[:, 1:])[1].item()  # without the dropout
+    assert val_loss == pytest.approx(whole, abs=1e-5)
 
 
 @pytest.mark.parametrize("lam", [
@@ -496,7 +743,8 @@ model.ATTENTION["sparse"] = Sparse
 sample.main() if "--ckpt" in str(sys.argv) else train.main()
 """)
     flags = [*TOY, "--attn=sparse", "--steps=2"]
-    env = os.environ | dict(OMP_NUM_THREADS="1")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # what it prints says python
+    env = os.environ | dict(OMP_NUM_THREADS="1", PATH=path)
     said = subprocess.check_output([sys.executable, "myarm.py", *flags], env=env, text=True)
     (command,) = [line for line in said.splitlines() if line.startswith("sample from it:")]
     assert command.endswith("myarm.py --ckpt=out/toy/sparse")
@@ -550,9 +798,10 @@ def test_what_cannot_be_sampled_is_one_sentence(monkeypatch, capsys):
     def says(flags):
         return refusal(f"sample.py --device=cpu {flags}", monkeypatch, capsys)
 
-    nothing = "sample.py: there is no checkpoint below out/: python train.py makes one"
+    nothing = "sample.py: there is no checkpoint in out: python train.py makes one"
     assert says("") == nothing
-    assert "No such file or directory: 'nowhere'" in says("--ckpt=nowhere")
+    assert "PyTorch sees no mps here" in says("--device=mps")
+    assert "there is no checkpoint in nowhere" in says("--ckpt=nowhere")
     assert "temperature must be 0 or more, and top_k 1 or more" in says("--top_k=0")
     with monkeypatch.context() as patch:  # an arm of another file
         patch.setitem(ATTENTION, "mine", type("Mine", (Softmax,), {}))
@@ -561,4 +810,4 @@ def test_what_cannot_be_sampled_is_one_sentence(monkeypatch, capsys):
     os.truncate("out/toy/mine/ckpt.pt", 10_000)
     assert "out/toy/mine/ckpt.pt can't be loaded: it is damaged" in says("")
     GPT(GPTConfig(n_layer=1, n_embd=32, n_head=2, vocab_size=97)).save("ckpt.pt")
-    assert "ckpt.pt does not say its tokenizer" in says("--ckpt=ckpt.pt")
+    assert "ckpt.pt has no tokenizer" in says("--ckpt=ckpt.pt")

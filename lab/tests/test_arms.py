@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import train
+from check import check_arm
 from lab import arms
 from model import ATTENTION, GPT, GPTConfig, make_rope, phi, softmax_map
 
@@ -30,7 +31,7 @@ def maps_of(layer, x):
 @pytest.mark.parametrize("attn", OURS)
 def test_an_arm_is_its_map_without_the_future_and_is_sampled(attn):
     (config,) = train.parse(["--preset=toy", f"--attn={attn}", "--n_layer=2"])
-    train.check(config)  # that its two forms agree
+    check_arm(config)  # that its two forms agree, and that it sees no later token
     layer, x = make(attn, subln=0.0)
     A = layer.map(x)
     y = (A @ layer.project(x)[2]).transpose(1, 2).flatten(2) @ layer.out_proj.weight.T

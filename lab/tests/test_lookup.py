@@ -58,7 +58,8 @@ def test_the_first_picture(monkeypatch):
     monkeypatch.setattr(lookup, "shown_texts", lambda m: make_texts(0, 4, m=m))
     lookup.main([])
     files = {path.name for path in Path("out/lookup").iterdir()}
-    assert files == {"lookup-shown.json", "lookup-weights.png", "lookup.png"}
+    pictures = {"lookup-front.png", "lookup-weights.png", "lookup.png"}
+    assert files == pictures | {"lookup-shown.json"}
 
 
 def of(**settings):

@@ -12,7 +12,8 @@ from lab import losses
 def write_run(folder, attn, seed, loss, steps_done=100, diverged=False, **settings):
     """A log as train.py writes it, with an evaluation at half of the steps and at the end."""
     config = replace(train.PRESETS["toy"], attn=attn, steps=100, seed=seed, vocab_size=257)
-    ran = dict(mlp_width=340, subln=float(attn == "diff"), train_tokens=1000, val_tokens=99, ends=7)
+    ran = dict(mlp_width=340, subln=float(attn == "diff"))
+    ran |= dict(train_tokens=1000, val_tokens=99, data_hash="7")
     records = [asdict(config) | ran | settings]
     for step in range(50, steps_done + 1, 50):
         records.append(dict(step=step, val_loss=loss + (100 - step) / 100))
@@ -68,7 +69,9 @@ def test_what_is_left_out_is_named(capsys):
     assert diff == ["diff", "1", "1", "inf", "inf"]
 
 
-@pytest.mark.parametrize("name", ["train_tokens", "steps", "total_batch", "vocab_size", "ends"])
+@pytest.mark.parametrize("name", [
+    "train_tokens", "steps", "total_batch", "vocab_size", "data_hash",
+])
 def test_what_cannot_be_compared_is_refused(name):
     write_run("out/a", "softmax", 1, 1.5, steps_done=50)
     with pytest.raises(SystemExit, match="no run below out is finished"):

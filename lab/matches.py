@@ -1,0 +1,123 @@
+"""
+Where does diff_v2's lead on softmax lie: where an earlier match misleads, or anywhere?
+
+    for s in 8 9 10 11 12 13 14 15 16 17; do
+        python train.py --attn=softmax --lr=4e-3 --seed=$s --out=out/matches/$s
+        python train.py --attn=diff_v2 --lr=2e-3 --seed=$s --out=out/matches/$s
+    done
+    python -m lab.matches out/matches
+
+A byte of the val text is predicted from those before it in its block. Its match is the longest end
+of these that stands earlier in the block, too, and what came next there is what the match predicts.
+If differential attention cancels noise, its lead should lie where a long match predicts another byte
+than the one that comes. The intervals are by a bootstrap over seeds and over blocks of the text.
+"""
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from data import load_manual, load_sequences
+from lab.stats import markdown, parser
+from model import GPT
+
+ARMS = ("diff_v2", "softmax")
+LENGTHS = {"0 to 3": (0, 3), "4 to 7": (4, 7), "8 and more": (8, 10_000)}
+RESULTS = Path(__file__).parent / "results" / "matches.json"
+
+
+@torch.no_grad()
+def losses_of(model, sequences):
+    """The loss of each target in nats, (blocks, T)."""
+    found = []
+    for tokens in sequences.split(16):
+        logits, _ = model(tokens[:, :-1], tokens[:, 1:])
+        found.append(F.cross_entropy(logits.mT, tokens[:, 1:], reduction="none"))
+    return torch.cat(found).numpy()
+
+
+def match_of(tokens, i):
+    """(length, next byte) of the longest match of tokens[: i + 1]: the latest, if several."""
+    best, following = 0, -1
+    for j in range(i):  # a match that ends at j
+        if tokens[j] != tokens[i]:
+            continue
+        length = 1
+        while j - length >= 0 and tokens[j - length] == tokens[i - length]:
+            length += 1
+        if length >= best:
+            best, following = length, tokens[j + 1]
+    return best, following
+
+
+def classes_of(sequences):
+    """For each target the name of its class, (blocks, T)."""
+    names = np.empty((len(sequences), sequences.shape[1] - 1), dtype=object)
+    for row, tokens in enumerate(sequences.tolist()):
+        for i in range(len(tokens) - 1):
+            length, following = match_of(tokens, i)
+            (name,) = [name for name, (low, high) in LENGTHS.items() if low <= length <= high]
+            if length > 3:
+                name += ", right" if following == tokens[i + 1] else ", wrong"
+            names[row, i] = name
+    return names
+
+
+def measure(folder):
+    """{"names", "counts", "leads"}: of each class and block, summed over bytes, by seed."""
+    sequences = load_sequences(load_manual()[1], range(203), 256)
+    classes = classes_of(sequences)
+    names = sorted(set(classes.flatten()))
+    masks = np.stack([classes == name for name in names])  # (classes, blocks, T)
+    leads = []
+    for path in sorted(folder.iterdir()):
+        pair = [losses_of(GPT.load(path / arm / "ckpt.pt"), sequences) for arm in ARMS]
+        less = pair[0] - pair[1]  # negative: diff_v2 is ahead
+        leads.append([[round(x, 4) for x in (less * mask).sum(1).tolist()] for mask in masks])
+        print(f"{path.name}: diff_v2 - softmax {less.mean():+.4f}", flush=True)
+    return dict(names=names, counts=masks.sum(2).tolist(), leads=leads)
+
+
+def table_of(found, resamples=4000):
+    """A line for each class: its share of the bytes and of the lead, and the lead on a byte."""
+    counts = np.array(found["counts"])  # (classes, blocks)
+    leads = np.array(found["leads"])  # (seeds, classes, blocks)
+    seeds, _, blocks = leads.shape
+    random = np.random.default_rng(0)
+    shares, means = [], []
+    for number in range(resamples + 1):
+        of_seeds, of_blocks = np.arange(seeds), np.arange(blocks)
+        if number > 0:  # the first one is the whole
+            of_seeds = random.integers(seeds, size=seeds)
+            of_blocks = random.integers(blocks, size=blocks)
+        lead = leads[of_seeds][:, :, of_blocks].sum(2).mean(0)  # (classes,)
+        shares.append(lead / lead.sum())
+        means.append(lead / counts[:, of_blocks].sum(1))
+    table = []
+    for number, name in enumerate(found["names"]):
+        share, mean = [np.array(values)[:, number] for values in (shares, means)]
+        low, high = np.percentile(share[1:], [2.5, 97.5])
+        least, most = np.percentile(mean[1:], [2.5, 97.5])
+        table.append({
+            "longest earlier match, and its prediction": name,
+            "bytes, %": f"{100 * counts[number].sum() / counts.sum():.1f}",
+            "of the lead, %": f"{100 * share[0]:.0f} ({100 * low:.0f} to {100 * high:.0f})",
+            "diff_v2 − softmax on such a byte": f"{mean[0]:+.4f} ({least:+.4f} to {most:+.4f})",
+        })
+    return table
+
+
+def main(argv=None):
+    p = parser("lab.matches", __doc__)
+    p.add_argument("folder", type=Path, nargs="?", help="of the runs (else the published data)")
+    args = p.parse_args(argv)
+    found = measure(args.folder) if args.folder else json.loads(RESULTS.read_text())
+    if args.folder:
+        Path("out/matches.json").write_text(json.dumps(found))
+    print(markdown(table_of(found)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""
+When does the difference pay? The embedding's start, the sign in diff_v2, and the length of training.
+
+    python -m lab.start            # trains what is missing below out/start. It needs a GPU:
+                                   # some 2,000 runs, minutes there, and a month on a core
+
+lab/results/start.md has the question, the predictions and the answers. Runs are those of train.py's
+toy. They are trained many at once (lab/many.py), each with its own seed, rate and embedding. Each
+cell has a rate of its own, chosen on other seeds than those that are reported.
+"""
+import json
+import math
+import sys
+import sysconfig
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import train
+from data import byte_tokens, load_manual
+from lab import arms, stats  # noqa: F401  (arms: model.py has to know them)
+from lab.many import Together
+from model import GPT, make_rope
+
+ROWS = {
+    "softmax": dict(attn="softmax"),
+    "softmax, norm": dict(attn="softmax", subln=1.0),
+    "2 heads": dict(attn="softmax", n_head=2),
+    "2 heads, norm, factor": dict(attn="softmax_factor", n_head=2),
+    "average": dict(attn="softmax_average"),
+    "average, norm": dict(attn="softmax_average", subln=1.0),
+    "diff": dict(attn="diff"),
+    "diff, no norm": dict(attn="diff", subln=0.0),
+    "diff, λ_init 0.8": dict(attn="diff_constant"),
+    "diff_v2": dict(attn="diff_v2"),
+    "gate": dict(attn="gate"),
+    "softmax, V2's MLP": dict(attn="softmax", mlp_width=292),
+    "diff_v2, plus": dict(attn="diff_v2_free_plus"),
+    "two gates": dict(attn="two_gates"),
+}
+SHOWN = ("softmax", "softmax, norm", "diff")  # at each rate, and at more lengths
+V2 = ("softmax", "gate", "diff_v2", "diff_v2, plus", "two gates")
+RATES = tuple(5e-4 * 2**i for i in range(6))  # 5e-4 to 1.6e-2
+CHOOSE_ON = (1, 2)
+FEW = tuple(range(3, 8))
+MANY = tuple(range(3, 23))
+OUT = Path("out/start")
+RESULTS = Path(__file__).parent / "results"
+
+
+# ---- the models and what they read
+
+class Untied(GPT):
+    """A GPT whose output layer has weights of its own. std: the embedding's, at the start."""
+
+    def __init__(self, config, std, seed):
+        super().__init__(config, seed)
+        rows, C = self.wte.weight.shape
+        self.head_proj = nn.Linear(C, rows, bias=False)
+        self.draw_parameters(seed)  # once more, with the output layer, as the embedding was drawn
+        if std is not None:
+            self.wte.weight.data *= std * math.sqrt(3 * C)
+
+    def forward(self, idx, targets):
+        x = self.wte(idx)
+        rope = make_rope(self.config, x.shape[1], x.device, x.dtype)
+        for block in self.blocks:
+            x = block(x, rope, {})
+        logits = self.head_proj(self.norm(x))[..., : self.config.vocab_size]
+        return logits.detach(), F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What all runs of one group share. Their embeddings may differ, since only their start does."""
+
+    row: str
+    head: str  # "own": the output layer has weights of its own. "tied": those of the embedding
+    text: str = "manual"
+    steps: int = 500
+    size: str = "0.8 M"
+
+    def config(self):
+        larger = dict(n_layer=6, n_head=6, n_embd=192) if self.size == "2.7 M" else {}
+        tokens = 65_536 if self.text == "manual" else 262_144
+        return replace(train.PRESETS["toy"], vocab_size=257, kernel="map", eval_tokens=tokens,
+                       steps=self.steps, warmup=self.steps // 10, **larger | ROWS[self.row])
+
+    def model(self, std, seed):
+        config = self.config()
+        return Untied(config, std, seed) if self.head == "own" else GPT(config, seed)
+
+
+@lru_cache
+def together(row, head, size, device):
+    """What trains such models. It is compiled once, for all texts and lengths."""
+    return Together(Cell(row, head, size=size).model(None, seed=1), device)
+
+
+@lru_cache
+def load_text(name):
+    """(train, val) as bytes: Python's manual, or the .py files of its standard library."""
+    if name == "manual":
+        return load_manual()
+    file = OUT / "stdlib.npz"
+    if not file.exists():
+        folder = Path(sysconfig.get_path("stdlib"))
+        paths = [p for p in folder.rglob("*.py") if "site-packages" not in p.parts]
+        texts = [path.read_bytes() for path in sorted(paths)]
+        np.savez_compressed(file, train=byte_tokens([t for i, t in enumerate(texts) if i % 20]),
+                            val=byte_tokens(texts[::20]))
+    with np.load(file) as arrays:
+        return arrays["train"], arrays["val"]
+
+
+# ---- the runs
+
+def train_one(cell, std, rate, seed):
+    """The val loss of one run, by the functions of train.py: on a CPU that is faster."""
+    config = replace(cell.config(), kernel="sdpa", lr=rate, seed=seed, device="cpu")
+    data, val = load_text(cell.text)
+    model = cell.model(std, seed)
+    for block in model.blocks:
+        block.attn.config.kernel = "sdpa"
+    optimizer = train.make_optimizer(model, config)
+    for step in range(config.steps):
+        train.training_step(model, optimizer, data, config, step)
+    return train.evaluate(model, val, config)
+
+
+class Runs:
+    """The runs of one cell, kept in a file of lines. A kill loses the group that is trained."""
+
+    def __init__(self, cell, device, at_once):
+        self.cell, self.device, self.at_once = cell, device, at_once
+        name = "-".join(map(str, vars(cell).values()))
+        self.file = OUT / f"{name}.jsonl".replace(" ", "_").replace(",", "").replace("'", "")
+        self.losses = {}  # {(std, rate, seed): val loss}
+        if self.file.exists():
+            for line in self.file.read_text(encoding="utf-8").splitlines():
+                run = json.loads(line)
+                self.losses[run["std"], run["lr"], run["seed"]] = run["val_loss"]
+
+    def make(self, wanted):
+        """Trains those of the wanted (std, rate, seed) that are missing, in groups."""
+        missing = [run for run in dict.fromkeys(wanted) if run not in self.losses]
+        while missing:
+            group, missing = missing[: self.at_once], missing[self.at_once :]
+            if self.at_once == 1:
+                found = [train_one(self.cell, *group[0])]
+            else:
+                found = self.train_group(group)
+            with open(self.file, "a", encoding="utf-8") as f:
+                for (std, rate, seed), loss in zip(group, found):
+                    loss = loss if math.isfinite(loss) else math.inf
+                    self.losses[std, rate, seed] = loss
+                    run = vars(self.cell) | dict(std=std, lr=rate, seed=seed, val_loss=loss)
+                    f.write(json.dumps(run | dict(at=self.device)) + "\n")
+            print(f"{self.file.stem}: {len(self.losses)} runs", flush=True)
+
+    def train_group(self, group):
+        padded = group + group[-1:] * (self.at_once - len(group))  # one shape is compiled once
+        stds, rates, seeds = zip(*padded)
+        models = [self.cell.model(std, seed) for std, seed in zip(stds, seeds)]
+        trainer = together(self.cell.row, self.cell.head, self.cell.size, self.device)
+        text = load_text(self.cell.text)
+        return trainer.train(models, rates, seeds, self.cell.config(), *text)[0]
+
+    def best_rate(self, std, rates=RATES, seeds=CHOOSE_ON):
+        """The rate with the least mean loss. The grid grows until it lies inside."""
+        rates = sorted(rates)
+        while True:
+            self.make([(std, rate, seed) for rate in rates for seed in seeds])
+            mean = {rate: fmean(self.losses[std, rate, seed] for seed in seeds) for rate in rates}
+            best = min(mean, key=mean.get)
+            if best == rates[0]:
+                rates = [best / 2, *rates]
+            elif best == rates[-1]:
+                rates = [*rates, best * 2]
+            else:
+                return best
+
+
+def piece_start(row, head, device, at_once):
+    """The toy: rates, and then the seeds that are reported."""
+    runs = Runs(Cell(row, head), device, at_once)
+    stds = [None] if head == "tied" else [1.0, None]
+    runs.make([(std, rate, seed) for std in stds for rate in RATES for seed in CHOOSE_ON])
+    seeds = FEW if head == "tied" else MANY
+    runs.make([(std, runs.best_rate(std), seed) for std in stds for seed in seeds])
+    if head == "own" and row in SHOWN:
+        runs.make([(std, rate, seed) for std in stds for rate in RATES for seed in FEW])
+        runs.make([(0.2, rate, seed) for rate in RATES for seed in CHOOSE_ON])
+        runs.make([(0.2, runs.best_rate(0.2), seed) for seed in FEW])
+
+
+def piece_length(row, device, at_once):
+    """2,000 steps over new text."""
+    runs = Runs(Cell(row, "own", "stdlib", 2000), device, at_once)
+    runs.make([(std, rate, seed) for std in (1.0, None) for rate in RATES for seed in CHOOSE_ON])
+    runs.make([(std, runs.best_rate(std), seed) for std in (1.0, None) for seed in FEW])
+
+
+def piece_size(row, device, at_once):
+    """2.7 M parameters, at s = 1."""
+    runs = Runs(Cell(row, "own", size="2.7 M"), device, at_once // 2)
+    best = runs.best_rate(1.0, RATES[1:5], seeds=(1,))
+    runs.make([(1.0, best, seed) for seed in FEW[:3]])
+
+
+def piece_v2(row, device, at_once):
+    """The sign inside of diff_v2, as the gate of lab/text.py was measured."""
+    runs = Runs(Cell(row, "tied"), device, at_once)
+    best = runs.best_rate(None, (1e-3, 2e-3, 4e-3), seeds=range(48, 56))
+    runs.make([(None, best, seed) for seed in range(8, 48)])
+
+
+def piece_lead(row, device, at_once):
+    """What diff_v2's lead is worth, in steps."""
+    for steps, n in (500, 12), (2000, 6):
+        runs = Runs(Cell(row, "tied", "stdlib", steps), device, min(at_once, 12))
+        best = runs.best_rate(None, RATES[1:5])
+        runs.make([(None, best, seed) for seed in range(3, 3 + n)])
+    # all at once: a later group would take as long. The rate is chosen on seed 1
+    runs = Runs(Cell(row, "tied", "stdlib", 8000), device, min(at_once, 16))
+    runs.make([(None, rate, seed) for rate in RATES[1:5] for seed in (1, 3, 4, 5)])
+
+
+def pieces():
+    """{name: a function of device and at_once}, the most important first."""
+    found = {}
+    for row in [*SHOWN, *list(ROWS)[:12]]:
+        found[f"start: {row}"] = lambda *how, row=row: piece_start(row, "own", *how)
+    for row in V2:
+        found[f"v2: {row}"] = lambda *how, row=row: piece_v2(row, *how)
+    for row in SHOWN:
+        found[f"length: {row}"] = lambda *how, row=row: piece_length(row, *how)
+    for row in ("softmax", "diff_v2"):
+        found[f"lead: {row}"] = lambda *how, row=row: piece_lead(row, *how)
+    for row in SHOWN:
+        found[f"size: {row}"] = lambda *how, row=row: piece_size(row, *how)
+    for row in list(ROWS)[:12]:
+        found[f"tied: {row}"] = lambda *how, row=row: piece_start(row, "tied", *how)
+    return found
+
+
+def main(argv=None):
+    p = stats.parser("lab.start", __doc__)
+    p.add_argument("--pieces", help="those that are wanted, like 'start; v2: diff_v2'")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--at_once", type=int, default=24, help="models that are trained together")
+    args = p.parse_args(argv)
+    OUT.mkdir(parents=True, exist_ok=True)
+    wanted = [name.strip() for name in (args.pieces or "").split(";")]
+    for name, run in pieces().items():
+        if not args.pieces or name in wanted or name.partition(":")[0] in wanted:
+            run(args.device, args.at_once)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

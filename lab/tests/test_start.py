@@ -1,0 +1,102 @@
+"""The runs of lab/start.py: trained at once or alone they are the same, and the page says its data."""
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from data import load_manual
+from lab import start
+from lab.many import Together
+from lab.start import ROWS, Cell, Runs, Untied
+from model import GPT
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """All cells have 1 small layer, and 8 steps."""
+    size = dict(n_layer=1, n_embd=32, block_size=32, total_batch=128, batch_size=4)
+    monkeypatch.setitem(train.PRESETS, "toy", replace(train.PRESETS["toy"], **size))
+    usual = Cell.config
+    monkeypatch.setattr(Cell, "config", lambda cell: replace(
+        usual(cell), steps=8, warmup=2, eval_tokens=512))
+    start.OUT.mkdir(parents=True)
+
+
+@pytest.mark.parametrize("row, head", [
+    ("softmax, norm", "own"), ("diff", "tied"), ("average", "tied"), ("two gates", "own"),
+])
+def test_models_that_are_trained_at_once_end_as_if_alone(row, head, tiny):
+    cell = Cell(row, head)
+    std = 1.0 if head == "own" else None
+    wanted = [(std, 2e-3, 1), (std, 8e-3, 2), (std, 8e-3, 1)]
+    alone = [start.train_one(cell, *run) for run in wanted]
+    assert len({round(loss, 3) for loss in alone}) == 3
+    runs = Runs(cell, "cpu", at_once=2)  # two groups, of which the second has a copy
+    runs.make(wanted)
+    assert [runs.losses[run] for run in wanted] == pytest.approx(alone, abs=2e-5)
+
+
+def test_the_limit_of_a_gradient_and_the_decay_are_each_models_own(tiny):
+    cell = Cell("softmax", "tied")
+    config = replace(cell.config(), grad_clip=1e-3, weight_decay=10.0)
+    models = [cell.model(None, seed) for seed in (1, 2)]
+    _, params = Together(models[0]).train(models, [1e-3, 1e-2], [1, 2], config, *load_manual())
+    for model_params, rate, seed in zip(params, (1e-3, 1e-2), (1, 2)):
+        one = replace(config, kernel="sdpa", lr=rate, seed=seed, device="cpu")
+        model = GPT(one, seed)
+        optimizer = train.make_optimizer(model, one)
+        for step in range(config.steps):
+            train.training_step(model, optimizer, load_manual()[0], one, step)
+        first = model.wte.weight.flatten()
+        torch.testing.assert_close(model_params[: len(first)], first, rtol=1e-4, atol=1e-6)
+
+
+def test_an_output_layer_of_its_own_begins_as_the_embedding_does():
+    cell = Cell("diff", "own")
+    usual, large = cell.model(None, seed=5), cell.model(1.0, seed=5)
+    tied = GPT(cell.config(), 5)
+    for name, p in tied.state_dict().items():
+        assert torch.equal(usual.state_dict()[name], p)
+    stds = [w.std().item() for w in (usual.wte.weight, usual.head_proj.weight, large.wte.weight)]
+    assert stds == pytest.approx([0.051, 0.051, 1.0], rel=0.02)
+    assert torch.equal(large.head_proj.weight, usual.head_proj.weight)
+    idx = torch.arange(20)[None]
+    with torch.no_grad():
+        usual.head_proj.weight.copy_(usual.wte.weight)
+    for found, expected in zip(usual(idx, idx), tied(idx, idx)):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_all_rows_are_equally_large(row):
+    sizes = [sum(p.numel() for p in Cell(name, "own").model(None, 1).parameters())
+             for name in (row, "softmax")]
+    limit = 0.1 if row == "softmax, V2's MLP" else 0.002
+    assert sizes[0] == pytest.approx(sizes[1], rel=limit)
+
+
+def test_a_rate_is_chosen_inside_of_the_grid_and_no_run_is_made_twice(tiny, monkeypatch):
+    made = []
+
+    def loss(cell, std, rate, seed):
+        made.append((std, rate, seed))
+        return abs(np.log2(rate / 1.6e-2)) + seed / 10
+
+    monkeypatch.setattr(start, "train_one", loss)
+    assert Runs(Cell("diff", "own"), "cpu", 1).best_rate(1.0) == pytest.approx(1.6e-2)
+    assert max(rate for _, rate, _ in made) == pytest.approx(3.2e-2)  # one more
+    assert len(made) == len(set(made)) == 14
+    assert Runs(Cell("diff", "own"), "cpu", 1).best_rate(1.0) == pytest.approx(1.6e-2)
+    assert len(made) == 14  # they are in the file
+
+
+def test_a_diverged_run_is_inf(tiny):
+    runs = Runs(Cell("softmax", "tied"), "cpu", at_once=2)
+    runs.make([(None, 1e30, 1), (None, 1e-3, 1)])
+    assert runs.losses[None, 1e30, 1] == np.inf and runs.losses[None, 1e-3, 1] < 6
+    assert json.loads(runs.file.read_text().splitlines()[0])["val_loss"] == np.inf
