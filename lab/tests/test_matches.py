@@ -32,8 +32,8 @@ def test_each_byte_has_a_class_and_all_shares_sum_to_1():
     names = matches.classes_of(text)
     assert names[0, 10] == "8 and more, wrong" and names[0, 7] == "4 to 7, right"
     found = dict(names=["a", "b"], counts=[[3, 1], [2, 2]],
-                 leads=[[[-3.0, 0.0], [0.0, -1.0]], [[-1.0, 0.0], [0.0, -1.0]]])
-    table = matches.table_of(found, resamples=50)
+                 leads=dict(diff_v2=[[[-3.0, 0.0], [0.0, -1.0]], [[-1.0, 0.0], [0.0, -1.0]]]))
+    table = matches.table_of(found, "diff_v2", resamples=50)
     assert [line["bytes, %"] for line in table] == ["50.0", "50.0"]
     assert [line["of the lead, %"].split()[0] for line in table] == ["67", "33"]
     assert table[0]["diff_v2 − softmax on such a byte"].startswith("-0.5000")
