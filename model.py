@@ -109,7 +109,7 @@ class Attention(nn.Module):
     """
 
     value_width = 1  # d_v / d. With 2 there are half as many heads, and n_head counts the maps
-    usual_subln = 0.0  # the first weight of the norm behind A V, if config.subln is None. 0: no norm
+    usual_subln = 0.0  # the norm's first weight, if config.subln is None. 0: there is no norm
 
     def __init__(self, config, depth):
         super().__init__()

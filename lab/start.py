@@ -1,5 +1,5 @@
 """
-When does the difference pay? The embedding's start, the sign in diff_v2, and the length of training.
+When does the difference pay? The embedding's start, the sign in diff_v2, the length of a run.
 
     python -m lab.start            # trains what is missing below out/start. It needs a GPU:
                                    # some 2,000 runs, minutes there, and a month on a core
@@ -78,7 +78,7 @@ class Untied(GPT):
 
 @dataclass(frozen=True)
 class Cell:
-    """What all runs of one group share. Their embeddings may differ, since only their start does."""
+    """What all runs of one group share. The start of the embedding may differ among them."""
 
     row: str
     head: str  # "own": the output layer has weights of its own. "tied": those of the embedding

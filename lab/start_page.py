@@ -3,7 +3,8 @@ The tables and the figures of lab/results/start.md, from lab/results/start.json.
 
     python -m lab.start_page           # writes them
     python -m lab.start_page collect   # puts the runs of out/start into start.json before
-    python -m lab.start_page stream    # trains six models, and measures what attention adds: 20 minutes
+    python -m lab.start_page stream    # trains six models, and measures what attention adds:
+                                       # 20 minutes on a core
 """
 import json
 from dataclasses import replace
@@ -13,15 +14,16 @@ import torch
 
 import train
 from lab import stats
-from lab.start import CHOOSE_ON, FEW, OUT, RESULTS, ROWS, SHOWN, Cell, load_text
+from lab.start import CHOOSE_ON, FEW, OUT, RATES, RESULTS, ROWS, SHOWN, Cell, load_text
 
 STD = {"1": 1.0, "0.05": None}
-# what the page calls primary: a row less another one, at s = 1
-PRIMARY = {
+# the contrasts: a row less another one
+CONTRASTS = {
     "(a) diff − softmax": ("diff", "softmax"),
     "(b) diff − softmax, norm": ("diff", "softmax, norm"),
     "(c) diff − 2 heads, norm, factor": ("diff", "2 heads, norm, factor"),
     "(d) diff, no norm − 2 heads": ("diff, no norm", "2 heads"),
+    "softmax, norm − softmax": ("softmax, norm", "softmax"),
 }
 LOOKS = (0, 100, 500)  # steps at which the stream is looked at
 COLORS = {"softmax": "#0072B2", "softmax, norm": "#009E73", "diff": "#D55E00"}
@@ -39,6 +41,8 @@ class Data:
         """{seed: val loss} at one rate, by default the cell's own."""
         cell = dict(row=row, std=std, head=head, text=text, steps=steps, size=size)
         runs = [run for run in self.runs if cell.items() <= run.items()]
+        if not runs:
+            return {}
         if lr is None:
             lr = self.best_rate(runs)
         return {run["seed"]: run["val_loss"] for run in runs if run["lr"] == lr
@@ -53,7 +57,8 @@ class Data:
         return min(tried, key=lambda lr: fmean(tried[lr]))
 
     def rate_of(self, row, std, **cell):
-        wanted = dict(row=row, std=std, **dict(head="own", text="manual", steps=500, size="0.8 M") | cell)
+        usual = dict(head="own", text="manual", steps=500, size="0.8 M")
+        wanted = dict(row=row, std=std) | usual | cell
         return self.best_rate([run for run in self.runs if wanted.items() <= run.items()])
 
 
@@ -63,30 +68,37 @@ def difference(a, b, digits=3):
 
 
 def arms_table(data):
-    """A line for each arm: its loss less softmax's, at both starts, and with the tied output layer."""
+    """A line for each arm that was measured: its loss, and its loss less softmax's."""
     table = []
-    for row in list(ROWS)[:12]:
+    for row in ROWS:
         line = {"arm": row}
         for name, std in STD.items():
             found = data.losses(row, std)
+            line[f"s = {name}"] = line[f"less softmax, s = {name}"] = ""
+            line[f"rate, n, s = {name}"] = ""
+            if not found:
+                continue
             line[f"s = {name}"] = f"{fmean(found.values()):.3f}"
-            line[f"less softmax, s = {name}"] = "–" if row == "softmax" else difference(
-                found, data.losses("softmax", std))
-            line[f"rate, n ({name})"] = f"{data.rate_of(row, std):g}, {len(found)}"
-        table.append(line)
+            if row != "softmax":
+                less = difference(found, data.losses("softmax", std))
+                line[f"less softmax, s = {name}"] = less
+            line[f"rate, n, s = {name}"] = f"{data.rate_of(row, std):g}, {len(found)}"
+        if any(list(line.values())[1:]):
+            table.append(line)
     return table
 
 
-def primary_table(data):
-    """The contrasts, at each arm's own rate and at each rate of the grid."""
+def contrasts_table(data):
+    """The contrasts, at each arm's own rate, and at s = 1 at each rate of the grid."""
     table = []
-    for name, (row, base) in PRIMARY.items():
-        line = {"at s = 1": name}
-        line["own rates"] = difference(data.losses(row, 1.0), data.losses(base, 1.0))
-        if base in SHOWN and row in SHOWN:
-            for lr in (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2):
-                pair = [data.losses(which, 1.0, lr=lr, seeds=FEW) for which in (row, base)]
-                line[f"{lr:g}"] = difference(*pair, digits=2)
+    for name, (row, base) in CONTRASTS.items():
+        line = {"": name}
+        for start, std in STD.items():
+            pair = data.losses(row, std), data.losses(base, std)
+            line[f"own rates, s = {start}"] = difference(*pair)
+        for lr in RATES:
+            pair = [data.losses(which, 1.0, lr=lr, seeds=FEW) for which in (row, base)]
+            line[f"{lr:g}"] = difference(*pair, digits=2) if all(map(len, pair)) else ""
         table.append(line)
     return table
 
@@ -104,7 +116,7 @@ def draw_rates(data, path):
                     label=NAMES[row])
             for lr, losses in zip(rates, found):
                 ax.plot([lr] * len(losses), losses, "o", color=COLORS[row], alpha=0.4)
-        ax.set(xscale="log", title=f"embedding starts with std {name}", ylim=(1.5, 2.15))
+        ax.set(xscale="log", title=f"embedding's std {name}", ylim=(1.5, 2.15))
         ax.set_xticks([5e-4, 2e-3, 8e-3], ["0.0005", "0.002", "0.008"], minor=False)
         ax.set_xticks([], minor=True)
         ax.set_xlabel("learning rate")
@@ -188,8 +200,8 @@ def main(argv=None):
     if verb == "stream":
         about["stream"] = measure_stream(data)
         stats.write_json(RESULTS / "start.json", about, runs)
-    parts = {"arms": stats.markdown(arms_table(data)), "primary": stats.markdown(primary_table(data))}
-    stats.renew(RESULTS / "start.md", parts)
+    tables = {"arms": arms_table(data), "contrasts": contrasts_table(data)}
+    stats.renew(RESULTS / "start.md", {name: stats.markdown(rows) for name, rows in tables.items()})
     draw_rates(data, RESULTS / "start-rates.png")
     draw_stream(about["stream"], RESULTS / "start-stream.png")
 

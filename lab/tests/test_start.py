@@ -1,4 +1,4 @@
-"""The runs of lab/start.py: trained at once or alone they are the same, and the page says its data."""
+"""The runs of lab/start.py: at once or alone they are the same, and the page says its data."""
 import json
 from dataclasses import replace
 
