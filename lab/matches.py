@@ -26,6 +26,7 @@ from lab.stats import markdown, parser
 from model import GPT
 
 PAIRS = {"diff_v2": ("diff_v2", "softmax"), "longer": ("longer/softmax", "softmax")}
+BLOCKS, T = 203, 256  # all of the val text, in blocks as train.py evaluates them
 LENGTHS = {"0 to 3": (0, 3), "4 to 7": (4, 7), "8 and more": (8, 10_000)}
 RESULTS = Path(__file__).parent / "results" / "matches.json"
 
@@ -69,12 +70,12 @@ def classes_of(sequences):
 
 def measure(folder):
     """{names, counts, leads}: of each class and block, summed over bytes. Leads are by seed."""
-    sequences = load_sequences(load_manual()[1], range(203), 256)
+    sequences = load_sequences(load_manual()[1], range(BLOCKS), T)
     classes = classes_of(sequences)
     names = sorted(set(classes.flatten()))
     masks = np.stack([classes == name for name in names])  # (classes, blocks, T)
     leads = {name: [] for name in PAIRS}
-    for path in sorted(folder.iterdir()):
+    for path in sorted(file.parents[1] for file in folder.glob("*/diff_v2/ckpt.pt")):
         for name, pair in PAIRS.items():
             one, other = [losses_of(GPT.load(path / run / "ckpt.pt"), sequences) for run in pair]
             less = one - other  # negative: it is ahead of softmax
@@ -115,11 +116,12 @@ def table_of(found, which, resamples=4000):
 
 def main(argv=None):
     p = parser("lab.matches", __doc__)
-    p.add_argument("folder", type=Path, nargs="?", help="of the runs (else the published data)")
+    p.add_argument("folder", type=Path, nargs="?",
+                   help="of the runs, which are measured and published. Without it, what is published")
     args = p.parse_args(argv)
-    found = measure(args.folder) if args.folder else json.loads(RESULTS.read_text())
     if args.folder:
-        Path("matches.json").write_text(json.dumps(found))
+        RESULTS.write_text(json.dumps(measure(args.folder)))
+    found = json.loads(RESULTS.read_text())
     for which in PAIRS:
         print(markdown(table_of(found, which)))
 

@@ -40,14 +40,16 @@ ROWS = {
     "diff, λ_init 0.8": dict(attn="diff_constant"),
     "diff_v2": dict(attn="diff_v2"),
     "gate": dict(attn="gate"),
-    "softmax, V2's MLP": dict(attn="softmax", mlp_width=292),
+    "softmax, V2's MLP": dict(attn="softmax", mlp_width=292),  # that of diff_v2 at this size
     "diff_v2, plus": dict(attn="diff_v2_free_plus"),
     "two gates": dict(attn="two_gates"),
 }
+ARMS = list(ROWS)[:12]
 SHOWN = ("softmax", "softmax, norm", "diff")  # at each rate, and at more lengths
 V2 = ("softmax", "gate", "diff_v2", "diff_v2, plus", "two gates")
 RATES = tuple(5e-4 * 2**i for i in range(6))  # 5e-4 to 1.6e-2
-CHOOSE_ON = (1, 2)
+CHOOSE_ON = (1, 2)  # seeds on which rates are chosen
+CHOOSE_V2_ON = tuple(range(48, 56))  # as for the gate of lab/text.py
 FEW = tuple(range(3, 8))
 MANY = tuple(range(3, 23))
 OUT = Path("out/start")
@@ -86,21 +88,22 @@ class Cell:
     steps: int = 500
     size: str = "0.8 M"
 
-    def config(self):
+    def config(self, kernel="sdpa"):
         larger = dict(n_layer=6, n_head=6, n_embd=192) if self.size == "2.7 M" else {}
         tokens = 65_536 if self.text == "manual" else 262_144
-        return replace(train.PRESETS["toy"], vocab_size=257, kernel="map", eval_tokens=tokens,
-                       steps=self.steps, warmup=self.steps // 10, **larger | ROWS[self.row])
+        return replace(train.PRESETS["toy"], vocab_size=257, kernel=kernel,
+                       eval_tokens=tokens, steps=self.steps, warmup=self.steps // 10,
+                       **larger | ROWS[self.row])
 
-    def model(self, std, seed):
-        config = self.config()
+    def model(self, std, seed, kernel="sdpa"):
+        config = self.config(kernel)
         return Untied(config, std, seed) if self.head == "own" else GPT(config, seed)
 
 
 @lru_cache
 def together(row, head, size, device):
     """What trains such models. It is compiled once, for all texts and lengths."""
-    return Together(Cell(row, head, size=size).model(None, seed=1), device)
+    return Together(Cell(row, head, size=size).model(None, seed=1, kernel="map"), device)
 
 
 @lru_cache
@@ -121,16 +124,21 @@ def load_text(name):
 
 # ---- the runs
 
-def train_one(cell, std, rate, seed):
-    """The val loss of one run, by the functions of train.py: on a CPU that is faster."""
-    config = replace(cell.config(), kernel="sdpa", lr=rate, seed=seed, device="cpu")
+def train_one(cell, std, rate, seed, look=None):
+    """The val loss of one run, by the functions of train.py: on a CPU that is faster.
+
+    look(step, model) is called before each step, and after the last one.
+    """
+    config = replace(cell.config(), lr=rate, seed=seed, device="cpu")
     data, val = load_text(cell.text)
     model = cell.model(std, seed)
-    for block in model.blocks:
-        block.attn.config.kernel = "sdpa"
     optimizer = train.make_optimizer(model, config)
     for step in range(config.steps):
+        if look is not None:
+            look(step, model)
         train.training_step(model, optimizer, data, config, step)
+    if look is not None:
+        look(config.steps, model)
     return train.evaluate(model, val, config)
 
 
@@ -167,10 +175,10 @@ class Runs:
     def train_group(self, group):
         padded = group + group[-1:] * (self.at_once - len(group))  # one shape is compiled once
         stds, rates, seeds = zip(*padded)
-        models = [self.cell.model(std, seed) for std, seed in zip(stds, seeds)]
+        models = [self.cell.model(std, seed, "map") for std, seed in zip(stds, seeds)]
         trainer = together(self.cell.row, self.cell.head, self.cell.size, self.device)
         text = load_text(self.cell.text)
-        return trainer.train(models, rates, seeds, self.cell.config(), *text)[0]
+        return trainer.train(models, rates, seeds, self.cell.config("map"), *text)[0]
 
     def best_rate(self, std, rates=RATES, seeds=CHOOSE_ON):
         """The rate with the least mean loss. The grid grows until it lies inside."""
@@ -209,7 +217,7 @@ def piece_length(row, device, at_once):
 
 def piece_size(row, device, at_once):
     """2.7 M parameters, at s = 1."""
-    runs = Runs(Cell(row, "own", size="2.7 M"), device, at_once // 2)
+    runs = Runs(Cell(row, "own", size="2.7 M"), device, max(1, at_once // 2))
     best = runs.best_rate(1.0, RATES[1:5], seeds=(1,))
     runs.make([(1.0, best, seed) for seed in FEW[:3]])
 
@@ -217,7 +225,7 @@ def piece_size(row, device, at_once):
 def piece_v2(row, device, at_once):
     """The sign inside of diff_v2, as the gate of lab/text.py was measured."""
     runs = Runs(Cell(row, "tied"), device, at_once)
-    best = runs.best_rate(None, (1e-3, 2e-3, 4e-3), seeds=range(48, 56))
+    best = runs.best_rate(None, (1e-3, 2e-3, 4e-3), seeds=CHOOSE_V2_ON)
     runs.make([(None, best, seed) for seed in range(8, 48)])
 
 
@@ -235,7 +243,7 @@ def piece_lead(row, device, at_once):
 def pieces():
     """{name: a function of device and at_once}, the most important first."""
     found = {}
-    for row in [*SHOWN, *list(ROWS)[:12]]:
+    for row in dict.fromkeys([*SHOWN, *ARMS]):
         found[f"start: {row}"] = lambda *how, row=row: piece_start(row, "own", *how)
     for row in V2:
         found[f"v2: {row}"] = lambda *how, row=row: piece_v2(row, *how)
@@ -245,21 +253,27 @@ def pieces():
         found[f"lead: {row}"] = lambda *how, row=row: piece_lead(row, *how)
     for row in SHOWN:
         found[f"size: {row}"] = lambda *how, row=row: piece_size(row, *how)
-    for row in list(ROWS)[:12]:
+    for row in ARMS:
         found[f"tied: {row}"] = lambda *how, row=row: piece_start(row, "tied", *how)
     return found
 
 
 def main(argv=None):
     p = stats.parser("lab.start", __doc__)
-    p.add_argument("--pieces", help="those that are wanted, like 'start; v2: diff_v2'")
+    p.add_argument("--pieces", help="those that are wanted, like 'start; v2: diff_v2', of start, "
+                   "v2, length, lead, size and tied, or one arm of such a piece")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--at_once", type=int, default=24, help="models that are trained together")
     args = p.parse_args(argv)
+    known = pieces()
+    groups = {name.partition(":")[0] for name in known}
+    wanted = [name.strip() for name in args.pieces.split(";")] if args.pieces else groups
+    for name in wanted:
+        if name not in known and name not in groups:
+            p.error(f"there is no piece {name!r}")
     OUT.mkdir(parents=True, exist_ok=True)
-    wanted = [name.strip() for name in (args.pieces or "").split(";")]
-    for name, run in pieces().items():
-        if not args.pieces or name in wanted or name.partition(":")[0] in wanted:
+    for name, run in known.items():
+        if name in wanted or name.partition(":")[0] in wanted:
             run(args.device, args.at_once)
 
 

@@ -7,14 +7,16 @@ The tables and the figures of lab/results/start.md, from lab/results/start.json.
                                        # 20 minutes on a core
 """
 import json
-from dataclasses import replace
+from dataclasses import fields
 from statistics import fmean
 
 import torch
 
-import train
+from data import load_sequences
 from lab import stats
-from lab.start import CHOOSE_ON, FEW, OUT, RATES, RESULTS, ROWS, SHOWN, Cell, load_text
+from lab.start import (
+    ARMS, CHOOSE_ON, CHOOSE_V2_ON, FEW, OUT, RATES, RESULTS, SHOWN, V2, Cell, load_text, train_one,
+)
 
 STD = {"1": 1.0, "0.05": None}
 # the contrasts: a row less another one
@@ -31,35 +33,33 @@ NAMES = {"softmax": "softmax", "softmax, norm": "softmax with diff's norm", "dif
 
 
 class Data:
-    """The runs of start.json."""
+    """The runs of start.json, by cell and embedding."""
 
     def __init__(self, runs):
-        self.runs = runs
-
-    def losses(self, row, std, head="own", text="manual", steps=500, size="0.8 M", lr=None,
-               seeds=None):
-        """{seed: val loss} at one rate, by default the cell's own."""
-        cell = dict(row=row, std=std, head=head, text=text, steps=steps, size=size)
-        runs = [run for run in self.runs if cell.items() <= run.items()]
-        if not runs:
-            return {}
-        if lr is None:
-            lr = self.best_rate(runs)
-        return {run["seed"]: run["val_loss"] for run in runs if run["lr"] == lr
-                and (run["seed"] not in CHOOSE_ON if seeds is None else run["seed"] in seeds)}
-
-    def best_rate(self, runs):
-        """The rate that was chosen: on seeds 1 and 2, or those of them that a cell has."""
-        tried = {}
+        self.found = {}  # {(cell, std): {rate: {seed: val loss}}}
         for run in runs:
-            if run["seed"] in CHOOSE_ON or 48 <= run["seed"] < 56:
-                tried.setdefault(run["lr"], []).append(run["val_loss"])
-        return min(tried, key=lambda lr: fmean(tried[lr]))
+            cell = Cell(**{field.name: run[field.name] for field in fields(Cell)})
+            rates = self.found.setdefault((cell, run["std"]), {})
+            rates.setdefault(run["lr"], {})[run["seed"]] = run["val_loss"]
 
-    def rate_of(self, row, std, **cell):
-        usual = dict(head="own", text="manual", steps=500, size="0.8 M")
-        wanted = dict(row=row, std=std) | usual | cell
-        return self.best_rate([run for run in self.runs if wanted.items() <= run.items()])
+    def at(self, cell, std, lr):
+        """{seed: val loss} of the few seeds that were run at each rate."""
+        losses = self.found.get((cell, std), {}).get(lr, {})
+        return {seed: losses[seed] for seed in FEW if seed in losses}
+
+    def reported(self, cell, std):
+        """(rate, {seed: val loss}): the rate that the other seeds chose, and what it gave."""
+        rates = self.found.get((cell, std))
+        if rates is None:
+            return None, {}
+        chosen_on = CHOOSE_V2_ON if cell.head == "tied" and cell.row in V2 else CHOOSE_ON
+        mean = {}
+        for rate, losses in rates.items():
+            tried = [losses[seed] for seed in chosen_on if seed in losses]
+            if tried:
+                mean[rate] = fmean(tried)
+        rate = min(mean, key=mean.get)
+        return rate, {seed: x for seed, x in rates[rate].items() if seed not in chosen_on}
 
 
 def difference(a, b, digits=3):
@@ -70,19 +70,15 @@ def difference(a, b, digits=3):
 def arms_table(data):
     """A line for each arm that was measured: its loss, and its loss less softmax's."""
     table = []
-    for row in ROWS:
+    for row in ARMS:
         line = {"arm": row}
         for name, std in STD.items():
-            found = data.losses(row, std)
-            line[f"s = {name}"] = line[f"less softmax, s = {name}"] = ""
-            line[f"rate, n, s = {name}"] = ""
-            if not found:
-                continue
-            line[f"s = {name}"] = f"{fmean(found.values()):.3f}"
-            if row != "softmax":
-                less = difference(found, data.losses("softmax", std))
-                line[f"less softmax, s = {name}"] = less
-            line[f"rate, n, s = {name}"] = f"{data.rate_of(row, std):g}, {len(found)}"
+            rate, losses = data.reported(Cell(row, "own"), std)
+            _, of_softmax = data.reported(Cell("softmax", "own"), std)
+            less = "" if row == "softmax" else difference(losses, of_softmax)
+            line[f"s = {name}"] = f"{fmean(losses.values()):.3f}" if losses else ""
+            line[f"less softmax, s = {name}"] = less if losses else ""
+            line[f"rate, n, s = {name}"] = f"{rate:g}, {len(losses)}" if losses else ""
         if any(list(line.values())[1:]):
             table.append(line)
     return table
@@ -91,13 +87,14 @@ def arms_table(data):
 def contrasts_table(data):
     """The contrasts, at each arm's own rate, and at s = 1 at each rate of the grid."""
     table = []
-    for name, (row, base) in CONTRASTS.items():
+    for name, rows in CONTRASTS.items():
+        cells = [Cell(row, "own") for row in rows]
         line = {"": name}
         for start, std in STD.items():
-            pair = data.losses(row, std), data.losses(base, std)
+            pair = [data.reported(cell, std)[1] for cell in cells]
             line[f"own rates, s = {start}"] = difference(*pair)
         for lr in RATES:
-            pair = [data.losses(which, 1.0, lr=lr, seeds=FEW) for which in (row, base)]
+            pair = [data.at(cell, 1.0, lr) for cell in cells]
             line[f"{lr:g}"] = difference(*pair, digits=2) if all(map(len, pair)) else ""
         table.append(line)
     return table
@@ -108,13 +105,9 @@ def draw_rates(data, path):
     figure, axes = stats.new_figure(1, 2, width=9, height=5.5)
     for ax, (name, std) in zip(axes, STD.items()):
         for row in SHOWN:
-            rates = sorted({run["lr"] for run in data.runs if run["row"] == row
-                            and run["std"] == std and run["seed"] in FEW and run["head"] == "own"
-                            and run["text"] == "manual" and run["size"] == "0.8 M"})
-            found = [list(data.losses(row, std, lr=lr, seeds=FEW).values()) for lr in rates]
-            ax.plot(rates, [fmean(losses) for losses in found], color=COLORS[row], linewidth=3,
-                    label=NAMES[row])
-            for lr, losses in zip(rates, found):
+            found = [list(data.at(Cell(row, "own"), std, lr).values()) for lr in RATES]
+            ax.plot(RATES, list(map(fmean, found)), color=COLORS[row], linewidth=3, label=NAMES[row])
+            for lr, losses in zip(RATES, found):
                 ax.plot([lr] * len(losses), losses, "o", color=COLORS[row], alpha=0.4)
         ax.set(xscale="log", title=f"embedding's std {name}", ylim=(1.5, 2.15))
         ax.set_xticks([5e-4, 2e-3, 8e-3], ["0.0005", "0.002", "0.008"], minor=False)
@@ -145,22 +138,19 @@ def shares_of(model, idx):
 def measure_stream(data):
     """[{row, std, step, shares}] of six models, each with its own rate, seed 3."""
     found = []
-    text, val = load_text("manual")
-    idx = torch.from_numpy(val[: 16 * 257].astype("int64")).view(16, 257)
+    _, val = load_text("manual")
+    idx = load_sequences(val, range(16), 256)
     for row in SHOWN:
         for std in STD.values():
             cell = Cell(row, "own")
-            rate = data.rate_of(row, std)
-            config = replace(cell.config(), kernel="sdpa", lr=rate, seed=3, device="cpu")
-            model = cell.model(std, seed=3)
-            optimizer = train.make_optimizer(model, config)
-            for step in range(config.steps + 1):
+
+            def look(step, model, row=row, std=std):
                 if step in LOOKS:
                     shares = [round(share, 4) for share in shares_of(model, idx)]
                     found.append(dict(row=row, std=std, step=step, shares=shares))
-                if step < config.steps:
-                    train.training_step(model, optimizer, text, config, step)
-            print(found[-len(LOOKS) :], flush=True)
+                    print(found[-1], flush=True)
+
+            train_one(cell, std, data.reported(cell, std)[0], 3, look)
     return found
 
 
@@ -180,12 +170,11 @@ def draw_stream(stream, path):
     figure.savefig(path)
 
 
-def collect(about):
-    """start.json of all runs below out/start."""
+def collect():
+    """The runs below out/start."""
     runs = []
     for file in sorted(OUT.glob("*.jsonl")):
         runs += map(json.loads, file.read_text(encoding="utf-8").splitlines())
-    stats.write_json(RESULTS / "start.json", about, runs)
     return runs
 
 
@@ -193,17 +182,20 @@ def main(argv=None):
     p = stats.parser("lab.start_page", __doc__)
     p.add_argument("verb", nargs="?", choices=["collect", "stream"])
     verb = p.parse_args(argv).verb
-    about, runs = stats.read_json(RESULTS / "start.json")
+    file = RESULTS / "start.json"
+    about, runs = stats.read_json(file) if file.exists() else ({}, [])
     if verb == "collect":
-        runs = collect(about)
+        runs = collect()
     data = Data(runs)
     if verb == "stream":
         about["stream"] = measure_stream(data)
-        stats.write_json(RESULTS / "start.json", about, runs)
+    if verb is not None:
+        stats.write_json(file, about, runs)
     tables = {"arms": arms_table(data), "contrasts": contrasts_table(data)}
     stats.renew(RESULTS / "start.md", {name: stats.markdown(rows) for name, rows in tables.items()})
     draw_rates(data, RESULTS / "start-rates.png")
-    draw_stream(about["stream"], RESULTS / "start-stream.png")
+    if "stream" in about:
+        draw_stream(about["stream"], RESULTS / "start-stream.png")
 
 
 if __name__ == "__main__":

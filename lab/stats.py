@@ -106,11 +106,16 @@ def markdown(rows):
 
 
 def renew(page, parts):
-    """Write parts of a page anew, {name: text}: what stands from <!-- name --> to <!-- end -->."""
+    """Write parts of a page anew, {name: text}: what stands from <!-- name --> to <!-- end -->.
+
+    ValueError if the page has no such place for one of them.
+    """
     text = page.read_text(encoding="utf-8")
     for name, part in parts.items():
         place = rf"(?<=<!-- {name} -->\n).*?(?=<!-- end -->)"
-        text = re.sub(place, lambda _: f"{part}\n", text, flags=re.DOTALL)
+        text, count = re.subn(place, lambda _: f"{part}\n", text, flags=re.DOTALL)
+        if count != 1:
+            raise ValueError(f"{page} has no place for {name}")
     page.write_text(text, encoding="utf-8")
     print(f"-> {page}")
 

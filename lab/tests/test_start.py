@@ -22,8 +22,8 @@ def tiny(monkeypatch):
     size = dict(n_layer=1, n_embd=32, block_size=32, total_batch=128, batch_size=4)
     monkeypatch.setitem(train.PRESETS, "toy", replace(train.PRESETS["toy"], **size))
     usual = Cell.config
-    monkeypatch.setattr(Cell, "config", lambda cell: replace(
-        usual(cell), steps=8, warmup=2, eval_tokens=512))
+    monkeypatch.setattr(Cell, "config", lambda cell, *kernel: replace(
+        usual(cell, *kernel), steps=8, warmup=2, eval_tokens=512))
     start.OUT.mkdir(parents=True)
 
 
@@ -43,8 +43,8 @@ def test_models_that_are_trained_at_once_end_as_if_alone(row, head, tiny):
 
 def test_the_limit_of_a_gradient_and_the_decay_are_each_models_own(tiny):
     cell = Cell("softmax", "tied")
-    config = replace(cell.config(), grad_clip=1e-3, weight_decay=10.0)
-    models = [cell.model(None, seed) for seed in (1, 2)]
+    config = replace(cell.config("map"), grad_clip=1e-3, weight_decay=10.0)
+    models = [cell.model(None, seed, "map") for seed in (1, 2)]
     _, params = Together(models[0]).train(models, [1e-3, 1e-2], [1, 2], config, *load_manual())
     for model_params, rate, seed in zip(params, (1e-3, 1e-2), (1, 2)):
         one = replace(config, kernel="sdpa", lr=rate, seed=seed, device="cpu")
@@ -93,6 +93,20 @@ def test_a_rate_is_chosen_inside_of_the_grid_and_no_run_is_made_twice(tiny, monk
     assert len(made) == len(set(made)) == 14
     assert Runs(Cell("diff", "own"), "cpu", 1).best_rate(1.0) == pytest.approx(1.6e-2)
     assert len(made) == 14  # they are in the file
+
+
+def test_a_piece_that_is_not_there_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        start.main(["--pieces=start: cosine"])
+    assert "there is no piece 'start: cosine'" in capsys.readouterr().err
+
+
+def test_on_a_cpu_larger_models_are_trained_one_by_one(monkeypatch):
+    made = []
+    monkeypatch.setattr(start, "train_one", lambda *run: made.append(run) or abs(run[2] - 2e-3))
+    start.OUT.mkdir(parents=True)
+    start.main(["--pieces=size: diff", "--device=cpu", "--at_once=1"])
+    assert len(made) == 4 + 3  # four rates, and three seeds at the best of them
 
 
 def test_a_diverged_run_is_inf(tiny):
