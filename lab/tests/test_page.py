@@ -31,9 +31,13 @@ def small(tmp_path_factory):
     return out
 
 
-def test_it_is_one_file_whose_links_lead_nowhere_else():
+def test_it_is_one_file_whose_links_stay_in_the_repository():
     assert len(PAGE.encode()) <= 300_000 and page.fill(DATA) == PAGE
-    assert not re.search(r"<link|<img|<iframe|\ssrc=|href=|@import|url\(|fetch\(|\bimport\b", PAGE)
+    assert not re.search(r"<link|<img|<iframe|\ssrc=|@import|url\(|fetch\(|\bimport\b", PAGE)
+    links = re.findall(r'<a href="([^"]*)"', PAGE)
+    assert "../README.md" in links
+    for link in links:
+        assert (page.PAGE.parent / link).exists(), link
 
 
 def test_what_it_says_is_true():
@@ -61,14 +65,14 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(not BROWSER, reason="there is no chromium and no google-chrome")
 
 
-def shown(path, tmp_path, address="", script=""):
-    """The page as HTML after its script and ours have run."""
+def shown(path, tmp_path, address="", script="", size="1200,900"):
+    """The page as HTML after its script and ours have run. size: of the window, in pixels."""
     text = path.read_text(encoding="utf-8").replace("</body>", f"<script>{script}</script></body>")
     (tmp_path / "shown.html").write_text(text, encoding="utf-8")
     command = [
         BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
         f"--user-data-dir={tmp_path}/profile", "--virtual-time-budget=8000", "--dump-dom",
-        f"file://{tmp_path}/shown.html{address}",
+        f"--window-size={size}", f"file://{tmp_path}/shown.html{address}",
     ]
     run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     return html.unescape(run.stdout)
@@ -108,3 +112,17 @@ def test_the_game_is_played_to_its_end(tmp_path):
         setTimeout(press, 4000);  // minus the average
     """
     assert "Now it says green." in shown(page.PAGE, tmp_path, script=play)
+
+
+@needs_browser
+def test_on_a_phone_the_votes_stay_in_sight(tmp_path):
+    scroll = """
+        for (const control of ["board", "m", "lam"]) {
+          document.getElementById(control).scrollIntoView({block: "center"});
+          const votes = document.getElementById("bars").getBoundingClientRect();
+          document.body.dataset[control] = votes.top >= 0 && votes.bottom <= window.innerHeight;
+        }
+    """
+    dom = shown(page.PAGE, tmp_path, "#m=16", scroll, size="390,844")
+    for control in ("board", "m", "lam"):
+        assert f'data-{control}="true"' in dom
