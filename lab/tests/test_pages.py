@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 TOP = Path(__file__).parents[2]
-PAGES = [TOP / "lab/README.md", *sorted((TOP / "lab/results").glob("*.md"))]
+PAGES = [TOP / "CONTRIBUTING.md", TOP / "lab/README.md",
+         *sorted((TOP / "lab/results").glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
