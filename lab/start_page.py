@@ -75,9 +75,9 @@ def arms_table(data):
         for name, std in STD.items():
             rate, losses = data.reported(Cell(row, "own"), std)
             _, of_softmax = data.reported(Cell("softmax", "own"), std)
-            less = "" if row == "softmax" else difference(losses, of_softmax)
+            has_less = losses and row != "softmax"
             line[f"s = {name}"] = f"{fmean(losses.values()):.3f}" if losses else ""
-            line[f"less softmax, s = {name}"] = less if losses else ""
+            line[f"less softmax, s = {name}"] = difference(losses, of_softmax) if has_less else ""
             line[f"rate, n, s = {name}"] = f"{rate:g}, {len(losses)}" if losses else ""
         if any(list(line.values())[1:]):
             table.append(line)

@@ -113,8 +113,8 @@ def renew(page, parts):
     text = page.read_text(encoding="utf-8")
     for name, part in parts.items():
         place = rf"(?<=<!-- {name} -->\n).*?(?=<!-- end -->)"
-        text, count = re.subn(place, lambda _: f"{part}\n", text, flags=re.DOTALL)
-        if count != 1:
+        text, count = re.subn(place, lambda _: f"{part}\n", text, count=1, flags=re.DOTALL)
+        if count == 0:
             raise ValueError(f"{page} has no place for {name}")
     page.write_text(text, encoding="utf-8")
     print(f"-> {page}")

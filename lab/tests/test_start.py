@@ -8,7 +8,7 @@ import torch
 
 import train
 from data import load_manual
-from lab import start
+from lab import matches, start, start_page, stats
 from lab.many import Together
 from lab.start import ROWS, Cell, Runs, Untied
 from model import GPT
@@ -114,3 +114,46 @@ def test_a_diverged_run_is_inf(tiny):
     runs.make([(None, 1e30, 1), (None, 1e-3, 1)])
     assert runs.losses[None, 1e30, 1] == np.inf and runs.losses[None, 1e-3, 1] < 6
     assert json.loads(runs.file.read_text().splitlines()[0])["val_loss"] == np.inf
+
+
+def test_the_page_says_its_data():
+    page = (start.RESULTS / "start.md").read_text(encoding="utf-8")
+    about, runs = stats.read_json(start.RESULTS / "start.json")
+    data = start_page.Data(runs)
+    for table in (start_page.arms_table(data), start_page.contrasts_table(data)):
+        assert stats.markdown(table) in page
+
+    def less(rows, std=None, head="tied"):
+        one, other = [data.reported(Cell(row, head), std)[1] for row in rows]
+        return stats.plus_minus(*stats.difference(list(one.values()), list(other.values())))
+
+    def at_low_rate(rows):
+        one, other = [data.at(Cell(row, "own"), 1.0, 5e-4) for row in rows]
+        return stats.plus_minus(*stats.difference(list(one.values()), list(other.values())))
+
+    words = " ".join(page.split()).replace("−", "-")
+    for number in [
+        f"by {less(['diff', 'softmax'], 1.0, 'own')} at std 1",
+        f"and by {less(['diff', 'softmax'], None, 'own')} at std 0.05",
+        f"gains {less(['2 heads', 'diff, no norm'], 1.0, 'own')} (s = 1)",
+        f"and {less(['2 heads', 'diff, no norm'], None, 'own')} (s = 0.05)",
+        f"Right: {at_low_rate(['diff', 'softmax'])}",
+        f"`diff_v2` is {less(['softmax', 'diff_v2'])} ahead of softmax",
+        f"it is {less(['diff_v2, plus', 'diff_v2'])} worse than with the minus",
+        f"no better than softmax ({less(['diff_v2, plus', 'softmax'])} behind)",
+        f"are {less(['two gates', 'diff_v2'])} behind `diff_v2`",
+    ]:
+        assert number in words, number
+
+
+def test_the_page_says_where_the_lead_lies():
+    page = " ".join((start.RESULTS / "start.md").read_text(encoding="utf-8").split())
+    found = json.loads(matches.RESULTS.read_text())
+    (line,) = [line for line in matches.table_of(found, "diff_v2")
+               if "8 and more, wrong" in line.values()]
+    share = line["of the lead, %"].replace("(", "% (").replace("-", "−")
+    assert f"are {float(line['bytes, %']):.0f} % of the text and have {share} of the lead" in page
+    n_bytes = np.sum(found["counts"])
+    leads = {name: np.sum(lead, axis=(1, 2)) / n_bytes for name, lead in found["leads"].items()}
+    less = stats.mean_interval(list(leads["diff_v2"] - leads["longer"]))
+    assert f"lower loss than `diff_v2`, too, by {stats.plus_minus(*less)}" in page
