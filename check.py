@@ -1,5 +1,5 @@
 """
-Is an attention what it says? train.py asks this before a run, of each arm.
+Is an arm causal, and does its attend equal its map? train.py asks this before a run.
 
 A layer must not see later tokens, or other texts of its batch. A text that comes in parts must be
 read as one that comes at once. And attend must be make_map times V.
@@ -8,39 +8,62 @@ from dataclasses import replace
 
 import torch
 
-from model import ATTENTION, ModelError, make_rope
+from model import ATTENTION, Attention, ModelError, make_rope
 
 
 @torch.no_grad()
 def check_arm(config):
-    """ModelError if the arm of this config is not what it says.
+    """Remarks on the arm of this config, a list of sentences. ModelError if it has a fault.
 
-    It looks at a first and a last layer, on the CPU and in float64. Their parameters get some noise,
-    so that none which starts at 0 hides a difference.
+    It looks at a first and a last layer, on the CPU and in float64. Their parameters get some
+    noise, or a gate that starts at 0 would hide an error. It reads texts of at most 300 tokens, and
+    of 1,024 if the arm is your own: what is longer, like a window of 2,000, it does not see.
     """
+    attn = config.attn
     by_map = replace(config, kernel="map")
     fast = by_map if config.kernel == "map" else replace(config, kernel="sdpa")
+    is_own = ATTENTION[attn].__module__ != "model"
+    T = max(8, min(1024 if is_own else 300, config.block_size))
     torch.manual_seed(0)
-    for depth in {0, config.n_layer - 1}:
-        layer = ATTENTION[config.attn](fast, depth).double().eval()
+    for depth in (0, config.n_layer - 1):
+        layer = ATTENTION[attn](fast, depth).double().eval()
         for p in layer.parameters():
             p.add_(0.05 * torch.randn_like(p))
-        has_map = "make_map" in getattr(layer, "forms", ())
+        has_own_forward = type(layer).forward is not Attention.forward
+        has_map = "make_map" in getattr(layer, "forms", ()) and not has_own_forward
         if config.kernel == "map" and not has_map:
-            raise ModelError(f"{config.attn} has no make_map of its own, which --kernel=map needs")
-        look_at_names(layer, config.attn)
-        look_at_outputs(layer, config.attn, fast, by_map if has_map else None)
+            raise ModelError(f"{attn} has no make_map of its own, which --kernel=map needs")
+        check_names(layer, attn)
+        x = torch.randn(2, T, config.n_embd, dtype=torch.float64)
+        check_outputs(layer, attn, x, fast, by_map if has_map else None)
+        check_training(layer, attn, x, fast)
+    remarks = []
     if not has_map:
-        print(f"{config.attn} is compared with no equation, since it has no make_map")
+        remarks.append(f"{attn} is compared with no equation: it has no make_map of its own, or a "
+                       "forward of its own")
+    unused = parameters_without_gradient(layer, x[:, :8], fast)
+    if unused:
+        remarks.append(f"{attn} has parameters that get no gradient: {', '.join(unused)}")
+    return remarks
 
 
-def look_at_outputs(layer, attn, config, by_map):
+def check_names(layer, attn):
+    """A module hidden by a method of the same name: PyTorch would always find the method."""
+    for name, _ in layer.named_children():
+        if hasattr(type(layer), name):
+            raise ModelError(f"{attn} has a module and a method {name}: rename the module")
+
+
+def check_outputs(layer, attn, x, config, by_map):
     """by_map: the config with which the layer computes by its map, or None if it has no map."""
-    T = max(8, min(300, config.block_size))
-    x = torch.randn(2, T, config.n_embd, dtype=torch.float64)
-    lambda_of(layer, x)  # if that fails, it does so now and not after the first 250 steps
+    T = x.shape[1]
+    lambda_of(layer, x)  # a lam that fails should fail here, and not at the first evaluation
+    calls = count_calls_of_lam(layer)
     whole, has_state = read(layer, config, x, T)
-    # a leak inside of chunks ends where a chunk does. These two lengths have no common divisor
+    if calls == []:
+        raise ModelError(f"{attn} has a lam that nothing reads")
+    # a leak within a chunk is invisible if the text is cut where a chunk ends. So it is cut twice,
+    # at lengths without a common divisor
     others = [("sees later tokens", read(layer, config, x, n)[0]) for n in (T // 2, T // 2 - 1)]
     others.append(("mixes the texts of a batch", read(layer, config, x[:1], T)[0]))
     if has_state:
@@ -50,19 +73,50 @@ def look_at_outputs(layer, attn, config, by_map):
         layer.config = by_map
         others.append(("has an attend that is not make_map times V (--kernel=map trains the map)",
                        read(layer, by_map, x, T)[0]))
+        layer.config = config
     for problem, y in others:
-        expected = whole[: y.shape[0], : y.shape[1]]
-        if not (y.isfinite().all() and whole.isfinite().all()):
-            raise ModelError(f"{attn} makes numbers that are not finite")
-        if (y - expected).abs().max() > 1e-4 * whole.abs().max():
-            raise ModelError(f"{attn} {problem}")
+        compare(attn, problem, y, whole[: y.shape[0], : y.shape[1]])
 
 
-def look_at_names(layer, attn):
-    """A module hidden by a method of the same name: PyTorch would always find the method."""
-    for name, _ in layer.named_children():
-        if hasattr(type(layer), name):
-            raise ModelError(f"{attn} has a module and a method {name}: rename the module")
+def check_training(layer, attn, x, config):
+    """As it trains, too, an earlier output must not move if later tokens change."""
+    half = x.shape[1] // 2
+    changed = torch.cat((x[:, :half], torch.randn_like(x[:, half:])), dim=1)
+    layer.train()
+    outputs = []
+    for text in (x, changed):
+        torch.manual_seed(0)  # a dropout drops the same in both
+        outputs.append(read(layer, config, text, x.shape[1])[0][:, :half])
+    layer.eval()
+    compare(attn, "sees later tokens while it trains", *outputs)
+
+
+def compare(attn, problem, y, expected):
+    if not (y.isfinite().all() and expected.isfinite().all()):
+        raise ModelError(f"{attn} makes numbers that are not finite")
+    if (y - expected).abs().max() > 1e-4 * expected.abs().max():
+        raise ModelError(f"{attn} {problem}")
+
+
+def count_calls_of_lam(layer):
+    """A list that grows with each call of layer.lam, or None if that is no method."""
+    lam = getattr(layer, "lam", None)
+    if not callable(lam):
+        return None
+    calls = []
+
+    def counted(x):
+        calls.append(x.shape)
+        return lam(x)
+
+    layer.lam = counted
+    return calls
+
+
+def parameters_without_gradient(layer, x, config):
+    with torch.enable_grad():
+        read(layer, config, x, x.shape[1])[0].sum().backward()
+    return [name for name, p in layer.named_parameters() if p.requires_grad and p.grad is None]
 
 
 def read(layer, config, x, *lengths):

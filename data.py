@@ -132,7 +132,8 @@ def load_text(path):
 def load_manual():
     """The bytes of Python's manual. Val is every tenth topic, from number 6 on.
 
-    The manual repeats itself. So val loses the lines that train has, too, unless they are short.
+    The manual repeats itself. So lines of 32 bytes or more that train has, too, are left out of
+    val. The manual differs a little between versions of Python, and so do the losses.
     """
     from pydoc_data.topics import topics
 

@@ -12,8 +12,8 @@ Softmax, linear and differential attention side by side in one GPT.
 
 Attention multiplies the values V by a causal T x T matrix A, which we call the map: row i says how
 much token i takes from each token j <= i. The difference of two maps is meant to cancel the weight
-that both of them give to irrelevant tokens. We call a kind of attention an arm. The class of an arm
-has its equation in two forms:
+that both of them give to irrelevant tokens. We call a kind of attention an arm, as in a trial. An
+arm is a class that has its equation in two forms:
 
     make_map    A, as the paper writes it: to read, to look at, and to test the other form
     attend      A V, computed without ever holding A: this is what trains
@@ -24,8 +24,8 @@ has its equation in two forms:
     difference            A_1 - lambda A_2, where each map has queries of its own
 
 R_i is the rotary embedding, a rotation by angles that grow with the position i. phi is a feature
-map, whose values are positive. z_i makes the weights of a row sum to 1. (In a linear map it is the
-sum without the R. So there the sum may be another one, and a weight may be negative.)
+map, whose values are positive. z_i makes the weights of a row sum to 1. (In a linear map z_i is
+computed without the rotation. So its rows need not sum to 1, and a weight may be negative.)
 
 The letters for shapes:
 
@@ -33,7 +33,7 @@ The letters for shapes:
     B                           batch
     T                           tokens
     C     d_model   embed_dim   channels of a token: n_embd
-    H                           maps, each with queries of its own: n_head, but 2 n_head in diff_v2
+    H                           maps, each with queries of its own: n_head (diff_v2: 2 n_head)
     h     h         num_heads   heads, each with values of its own: H, but H/2 for a difference
     d     d         head_dim    channels of a query and of a key: C / n_head
     d_v   2d                    channels of a value: C / h, which is 2d in diff and diff_linear
@@ -98,17 +98,18 @@ class Attention(nn.Module):
 
         make_map(self, q, k, x, rope)           A (B, h, T, T), causal. q and k are not rotated yet
         attend(self, q, k, v, x, rope, state)   A V (B, h, T, d_v), as a fast form of the same
-        project(self, x)                        other q, k, v, if each token is taken by itself
-        lam(self, x)                            another lambda: a number, or up to (B, h, T, 1)
+        project(self, x)                        other q, k, v, each of its own token only
+        lam(self, x)                            another lambda: a number, or up to (B, h, T, 1), in
+                                                an arm that has one
 
-    make_map alone trains through the map, correctly but slowly. With an attend beside it, attend
-    trains, and train.py compares the two before a run. project and lam serve both forms.
+    make_map alone trains through the map, correctly but slowly. If the same class also has an
+    attend, that one trains, and train.py compares the two before a run. project and lam serve both.
 
-    A GPT draws the first values of all weights that are named ..._proj. Names and shapes of the
-    parameters are those of Microsoft's MultiheadDiffAttn.
+    A GPT draws the first values of all weights that are named ..._proj. The parameters of diff have
+    the names and shapes of Microsoft's MultiheadDiffAttn.
     """
 
-    value_width = 1  # d_v / d. With 2 there are half as many heads, and n_head counts the maps
+    value_width = 1  # d_v / d. 2: values are twice as wide, so there are n_head / 2 heads
     usual_subln = 0.0  # the norm's first weight, if config.subln is None. 0: there is no norm
 
     def __init__(self, config, depth):
@@ -125,7 +126,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(C, C, bias=False)
         self.v_proj = nn.Linear(C, C, bias=False)
         self.out_proj = nn.Linear(C, C, bias=False)
-        self.lambda_init = 0.0  # which leaves the output as it is. Diff has another one
+        self.lambda_init = 0.0  # the factor 1 - lambda_init is 1. Diff sets its own
         self.subln = None  # no norm
         first_weight = self.usual_subln if config.subln is None else config.subln
         if first_weight > 0:
@@ -137,9 +138,9 @@ class Attention(nn.Module):
     def forward(self, x, rope=None, state=None):
         """rope: the angles of these positions, see make_rope. None: positions from 0 on.
 
-        state: a dict, {} at first, in which attend keeps what the next tokens need of these. The
-        next call may have one token or many. If attend leaves it empty, generate gives the whole
-        text each time.
+        state: a dict, {} at first, in which attend stores what later tokens need, a cache. The next
+        call may have one token or many. If attend leaves it empty, generate gives the whole text
+        each time.
         """
         if rope is None:
             if state:
@@ -165,11 +166,14 @@ class Attention(nn.Module):
 
     def map(self, x):
         """A of x, (B, h, T, T), to look at."""
+        if type(self).forward is not Attention.forward:
+            name = type(self).__name__
+            raise NotImplementedError(f"{name} has a forward of its own, which may use another map")
         q, k, _ = self.project(x)
         return self.own_map(q, k, x, make_rope(self.config, x.shape[1], x.device, x.dtype))
 
     def own_map(self, q, k, x, rope):
-        """make_map, or an error if a class has an attend of its own and only inherits make_map."""
+        """make_map, or an error if it is inherited, and does not belong to this class's attend."""
         if "make_map" not in self.forms:
             raise NotImplementedError(f"{type(self).__name__} has no make_map of its own")
         return self.make_map(q, k, x, rope)
@@ -276,7 +280,7 @@ class Linear(Attention):
         return linear_attention(q, k, v, state)
 
 
-class LinearAverage(SoftmaxAverage):  # for its lambda. Both forms are new
+class LinearAverage(SoftmaxAverage):  # inherits only its lambda. Both forms are replaced
     """A - lambda U, where A is a linear map."""
 
     def make_map(self, q, k, x, rope):
@@ -288,7 +292,7 @@ class LinearAverage(SoftmaxAverage):  # for its lambda. Both forms are new
         return linear_attention(q, k, v, state) - self.lam(x) * running_mean(v, state)
 
 
-class DiffLinear(Diff):  # for its lambda and its norm. Both forms are new
+class DiffLinear(Diff):  # inherits only its lambda and its norm. Both forms are replaced
     """Eq. 1 with two linear maps, which fold into one linear attention:
 
         q_1 . k_1 - lambda q_2 . k_2 = [q_1, -lambda q_2] . [k_1, k_2]
@@ -348,16 +352,16 @@ def linear_attention(q, k, v, state, chunk=64):
     """
     T = v.shape[2]
     if T == 1:  # the next token of a sample: a step of a recurrent net (2006.16236, Eq. 18 to 20)
-        state["S"] = state.get("S", 0) + (upcast(k).mT * upcast(v))[:, :, None]  # of one chunk
+        state["S"] = state.get("S", 0) + (upcast(k).mT * upcast(v))[:, :, None]  # as one chunk
         # q S as a product and a sum, because autocast would round a matmul to bf16
         return (upcast(q).mT * state["S"][:, :, 0]).sum(2, keepdim=True)
-    # torch.compile fails without contiguous where T is unknown to it, and the padding may be 0
+    # contiguous(): else torch.compile fails if T is unknown to it and no padding is needed
     q, k, v = [
         F.pad(x.to(v.dtype).contiguous(), (0, 0, 0, -T % chunk)).unflatten(2, (-1, chunk))
         for x in (q, k, v)
     ]  # (B, h, N, chunk, f) with N chunks
     S = upcast(k.mT @ v).cumsum(2)  # the sums up to the end of each chunk, (B, h, N, f, d_v)
-    S = F.pad(S, (0, 0, 0, 0, 1, 0)) + state.get("S", 0)  # N + 1: before each chunk, and after all
+    S = F.pad(S, (0, 0, 0, 0, 1, 0)) + state.get("S", 0)  # N + 1: before each chunk, and at the end
     state["S"] = S[:, :, -1:]  # (B, h, 1, f, d_v)
     y = (q @ k.mT).tril() @ v + q @ S[:, :, :-1].to(v.dtype)
     return y.flatten(2, 3)[:, :, :T]
@@ -479,7 +483,7 @@ def rotate(x, rope):
 
 
 def forms_of(arm):
-    """{"make_map"}, {"attend"} or both: what the first class of the arm's MRO has that has any.
+    """{"make_map"}, {"attend"} or both: those that the most derived class with any of them has.
 
     A class that overrides make_map alone must not train through the attend of its parent.
     """
@@ -498,7 +502,7 @@ class ModelError(ValueError):
 
 @dataclass
 class GPTConfig:
-    """The settings of a model, by default GPT-2 small's. Where one is None, the arm decides."""
+    """The settings of a model, by default GPT-2 small's. None: the arm's own default."""
 
     attn: str = "softmax"  # kind of attention ("arm"), a name in ATTENTION
     n_layer: int = 12  # blocks
@@ -538,7 +542,7 @@ class Block(nn.Module):
         width = config.mlp_width
         if width is None:
             # 8C/3 is usual for SwiGLU, here rounded down to a multiple of 8. If the arm's matrices
-            # have more parameters than softmax's, the MLP has as many less: 3C for each channel
+            # have more parameters than softmax's, the MLP is narrower: a channel of it has 3C
             more = sum(p.numel() for p in self.attn.parameters() if p.ndim > 1) - 4 * C * C
             width = max(8, 8 * C // 3 // 8 * 8 - round(more / (3 * C)))
         self.norm1 = nn.RMSNorm(C, eps=NORM_EPS)
@@ -637,7 +641,7 @@ class GPT(nn.Module):
                 state, new = {}, idx
 
     def save(self, path, **extra):
-        """Write the model and extra, tensors and plain values. If it's killed, the old file stays."""
+        """Write the model and extra, tensors and plain values. A kill leaves the old file whole."""
         config = {f.name: getattr(self.config, f.name) for f in fields(GPTConfig)}
         temporary = Path(f"{path}.tmp")
         try:
@@ -659,7 +663,7 @@ class GPT(nn.Module):
             config.kernel = "map" if config.kernel == "map" else "sdpa"
             model = cls(config, seed=None)
             model.load_state_dict(extra.pop("model"))
-        except (FileNotFoundError, IsADirectoryError, PermissionError, ModelError):
+        except (OSError, MemoryError, ModelError):
             raise
         except Exception as e:  # a file can be wrong in many ways
             why = " ".join(str(e).split()) if "state_dict" in str(e) else type(e).__name__

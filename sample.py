@@ -17,11 +17,10 @@ from data import get_tokenizer, one_sentence
 from model import GPT
 
 
-
 @dataclass
 class Config:
     prompt: str = ""  # what the text starts with
-    ckpt: Path | None = None  # file, or folder: the newest checkpoint below it (out/)
+    ckpt: Path | None = None  # file, or folder whose newest checkpoint is taken (out)
     num_samples: int = 1  # one after the other
     max_new_tokens: int = 500  # the text may end before
     temperature: float = 0.8  # below 1 is safer, 0 always takes the likeliest token
@@ -63,9 +62,10 @@ def print_sample(tokens, enc):
 def main(argv=None):
     config = tyro.cli(Config, description=__doc__, args=argv, use_underscores=True)
     with one_sentence("sample.py", ValueError):
-        model = GPT.load(find_checkpoint(config.ckpt), config.device)
+        path = find_checkpoint(config.ckpt)
+        model = GPT.load(path, config.device)
         if "tokenizer" not in model.extra:
-            raise ValueError(f"{config.ckpt} has no tokenizer, since train.py did not save it")
+            raise ValueError(f"{path} has no tokenizer, since train.py did not save it")
         enc = get_tokenizer(model.extra["tokenizer"])
         prompt = enc.encode(config.prompt, allowed_special="all") or [enc.eot_token]
     idx = torch.tensor([prompt], device=config.device)

@@ -164,8 +164,8 @@ def autocast(config):
 def training_step(model, optimizer, data, config, step):
     """Makes update `step`, the first of which is 0.
 
-    Returns two tensors, as numbers would have to wait for the GPU: the loss before the update, the
-    mean over this process's sequences, and the norm of the gradient before clipping.
+    Returns the loss before the update, the mean over this process's sequences, and the norm of the
+    gradient before clipping. Both are tensors: as numbers they would have to wait for the GPU.
     """
     torch.manual_seed(config.seed + step * WORLD + RANK)  # for an arm of yours that has dropout
     for param_group in optimizer.param_groups:
@@ -257,7 +257,7 @@ def speed(config, size, steps, step, seconds):
 def train(config, run, data, val, tokenizer):
     """Trains one model, from its checkpoint if there is one. Returns the lines of its log.
 
-    run: what describe() says of it, the first line of the log.
+    run: the dict of describe(), which becomes the first line of the log.
     """
     torch.manual_seed(config.seed)  # for an arm of yours that draws its first weights itself
     model = GPT(config, config.seed).to(config.device)
@@ -269,7 +269,11 @@ def train(config, run, data, val, tokenizer):
         torch.compiler.reset()  # or the later arms of a list would not be compiled any more
         # dynamic=False, or a smaller last batch of an evaluation would make all sizes unknown
         compiled = torch.compile(model, dynamic=False)
-    trained = DistributedDataParallel(compiled) if WORLD > 1 else compiled
+    trained = compiled
+    if WORLD > 1:
+        # an arm of yours may have parameters that it does not use
+        is_own = ATTENTION[config.attn].__module__ != "model"
+        trained = DistributedDataParallel(compiled, find_unused_parameters=is_own)
 
     last = step  # the step of the last line of the log
     clock = time.perf_counter()
@@ -329,7 +333,7 @@ def main(argv=None):
     return losses
 
 
-# ---- the folder of a run: ckpt.pt is all that it needs to go on. log.jsonl is a copy of its log
+# ---- the folder of a run: it goes on from ckpt.pt alone. The log is in it, and log.jsonl is a copy
 
 # what may change when a run goes on: these settings don't say what the run is
 MAY_CHANGE = ("preset", "data", "out", "restart", "kernel", "batch_size", "eval_every",
@@ -337,7 +341,7 @@ MAY_CHANGE = ("preset", "data", "out", "restart", "kernel", "batch_size", "eval_
 
 
 class RunError(ValueError):
-    """Another run lies in the folder, or the rest of one."""
+    """The folder holds another run, or a log whose checkpoint is gone."""
 
 
 def open_runs(argv):
@@ -356,30 +360,40 @@ def open_runs(argv):
     configs = [replace(config, vocab_size=n_vocab) for config in configs]
     # not every ValueError: one in the code of your own arm keeps its traceback
     with one_sentence("train.py", ModelError, RunError):
-        runs = [describe(config, data, val) for config in configs]
+        runs, remarks = [describe(config, data, val) for config in configs], []
         for config, run in zip(configs, runs):
             load_run(run)
-            check_arm(config)
+            remarks += check_arm(config)
         for run in runs:
             Path(run["out"]).mkdir(parents=True, exist_ok=True)
+    if RANK == 0 and remarks:
+        print(*remarks, sep="\n")
     return configs, runs, data, val, tokenizer
 
 
 def describe(config, data, val):
     """What a run is: its settings, as they run, a hash of its data, and one of its code."""
-    block = Block(config, depth=0)  # to learn what its arm makes of settings that are None
+    block = Block(config, depth=0)  # to find the values behind settings that are None
     run = asdict(config) | dict(mlp_width=block.mlp.up_proj.out_features)
     if config.subln is None:
         run["subln"] = getattr(block.attn, "usual_subln", 0.0)
-    some = [tokens[:: len(tokens) // 10_000 + 1] for tokens in (data, val)]
     run |= dict(train_tokens=len(data), val_tokens=len(val))
-    run["data_hash"] = hashlib.sha256(np.concatenate(some).tobytes()).hexdigest()[:12]
+    run["data_hash"] = hash_of(data, val)
     code = hashlib.sha256()
     for module in ("model", __name__, type(block.attn).__module__):
         file = getattr(sys.modules.get(module), "__file__", None)  # a notebook has none
         code.update(Path(file).read_bytes() if file else b"")
     run |= dict(code=code.hexdigest()[:12], torch=str(torch.__version__))
     return run | dict(date=time.strftime("%Y-%m-%d"))
+
+
+def hash_of(*arrays):
+    """A hash of all tokens of these arrays, or of 1,000 pieces of 1,000 if there are more."""
+    found = hashlib.sha256()
+    for tokens in arrays:
+        for first in range(0, len(tokens), max(1000, len(tokens) // 1000)):
+            found.update(tokens[first : first + 1000].tobytes())
+    return found.hexdigest()[:12]
 
 
 def load_run(run):
@@ -404,7 +418,7 @@ def load_run(run):
 
 
 def resume(run, model, optimizer):
-    """(step, log): of the run's checkpoint, which is loaded into both, or of a new run."""
+    """(step, log) from the checkpoint, loaded into model and optimizer, or those of a new run."""
     step, log = 0, [run]
     saved = load_run(run)
     if saved is not None:
@@ -435,7 +449,7 @@ def write_log(out, log):
 
 
 def report(out, log, model, optimizer, tokenizer):
-    """Prints the last line of a log. Before, it saves the model if that was just evaluated."""
+    """Saves the model if it was just evaluated, and then prints the last line of the log."""
     record = log[-1]
     if "val_loss" in record:
         extra = dict(step=record["step"], log=log, optimizer=optimizer.state_dict())
@@ -446,10 +460,11 @@ def report(out, log, model, optimizer, tokenizer):
 
 
 def summarize(logs):
-    """Prints a line for each run, and what one can do next."""
-    for first, *_, last in logs:
-        print(f"{first['attn']:16} val loss {last.get('val_loss', math.inf):.4f}, "
-              f"{last.get('tok_per_s', 0):,} tokens/s, {first['parameters']:,} parameters")
+    """Prints a line for each run, and what one can do next with the last one."""
+    for run, *_, last in logs:
+        print(f"{run['attn']:16} val loss {last.get('val_loss', math.inf):.4f}, "
+              f"{last.get('tok_per_s', 0):,} tokens/s, {run['parameters']:,} parameters")
+    first = logs[-1][0]
     program = "sample.py"
     if ATTENTION[first["attn"]].__module__ == "__main__":  # an arm that only its own file knows
         spec = sys.modules["__main__"].__spec__

@@ -390,6 +390,16 @@ def test_an_edit_in_the_middle_of_a_text_is_another_run():
         train.main([*TOY, "--steps=4", "--data=text.txt"])
 
 
+def test_the_hash_of_data_has_every_token_of_a_text_and_pieces_of_more():
+    tokens = np.zeros(900_000, "<u2")
+    changed = tokens.copy()
+    changed[654_321] = 1
+    assert train.hash_of(tokens) != train.hash_of(changed)
+    long, changed = np.zeros(5_000_000, "<u2"), np.zeros(5_000_000, "<u2")
+    changed[:4000] = 1
+    assert train.hash_of(long) != train.hash_of(changed)
+
+
 def test_a_finished_run_is_found_by_the_same_settings_in_other_words(capsys):
     (loss,) = train.main([*TOY, "--steps=4", "--attn=diff"])
     for flags in [
@@ -612,7 +622,34 @@ class HiddenModule(Diff):
         self.lam = torch.nn.Linear(config.n_embd, 1)
 
 
+class FarLeak(Softmax):
+    """A token sees the one 400 behind it."""
+
+    def make_map(self, q, k, x, rope):
+        A = softmax_map(q, k, rope)
+        return A + torch.diag(torch.ones(max(0, A.shape[-1] - 400), dtype=A.dtype), 400)[
+            : A.shape[-1], : A.shape[-1]]
+
+
+class LeaksInTraining(Softmax):
+    """A BatchNorm over all tokens, as it computes while it trains."""
+
+    def __init__(self, config, depth):
+        super().__init__(config, depth)
+        self.batch_norm = torch.nn.BatchNorm1d(config.n_embd)
+
+    def project(self, x):
+        return super().project(self.batch_norm(x.mT).mT)
+
+
+class UnreadLambda(Softmax):
+    def lam(self, x):
+        return 0.3
+
+
 @pytest.mark.parametrize("arm, says", [
+    (LeaksInTraining, "mine sees later tokens while it trains"),
+    (UnreadLambda, "mine has a lam that nothing reads"),
     (Contradiction, "mine has an attend that is not make_map times V"),
     (ZeroAtFirst, "mine has an attend that is not make_map times V"),
     (FarWindow, "mine has an attend that is not make_map times V"),
@@ -635,6 +672,20 @@ def test_an_arm_that_is_wrong_is_not_trained(arm, says, monkeypatch):
     assert not list(Path("out").rglob("log.jsonl"))
 
 
+def test_an_arm_of_your_own_is_read_for_1024_tokens(monkeypatch):
+    class NoWindow(FarWindow):
+        def make_map(self, q, k, x, rope):
+            A = softmax_map(q, k, rope)
+            return A - A.tril(-400)
+
+        attend = Softmax.attend
+
+    for arm, says in [(FarLeak, "sees later tokens"), (NoWindow, "has an attend that is not")]:
+        monkeypatch.setitem(ATTENTION, "mine", arm)
+        with pytest.raises(SystemExit, match=says):
+            train.main([*TOY, "--attn=mine", "--block_size=512", "--total_batch=1024"])
+
+
 def test_what_contradicts_its_map_can_be_trained_and_sampled_by_it(monkeypatch, capsys):
     monkeypatch.setitem(ATTENTION, "mine", Contradiction)
     train.main([*TOY, "--attn=mine", "--kernel=map", "--steps=1"])
@@ -649,6 +700,19 @@ def test_an_attend_alone_is_trained_and_said_to_be_compared_with_nothing(monkeyp
         monkeypatch.setitem(ATTENTION, "mine", arm)
         train.main([*TOY, "--attn=mine", "--steps=1", "--restart"])
         assert ("mine is compared with no equation" in capsys.readouterr().out) == is_said
+
+
+def test_a_forward_of_its_own_has_no_map(monkeypatch, capsys):
+    class Half(Softmax):
+        def forward(self, x, rope, state):
+            return super().forward(x, rope, state) / 2
+
+    monkeypatch.setitem(ATTENTION, "mine", Half)
+    train.main([*TOY, "--attn=mine", "--steps=1"])
+    assert "mine is compared with no equation" in capsys.readouterr().out
+    model = GPT.load("out/toy/mine/ckpt.pt")
+    with pytest.raises(NotImplementedError, match="Half has a forward of its own"):
+        model.blocks[0].attn.map(torch.randn(1, 4, 32))
 
 
 class Twice(Softmax):
@@ -710,17 +774,20 @@ def test_what_an_arm_draws_is_the_same_after_a_kill(monkeypatch):
 
 
 @pytest.mark.parametrize("lam", [
-    0.5, torch.nn.Parameter(torch.full((4,), 0.5)), lambda x: 0.5,
+    0.5, torch.full((4,), 0.5), lambda x: 0.5,
     lambda x: torch.tensor([0.4, 0.6])[:, None, None],
 ])
-def test_any_lambda_is_logged(lam, monkeypatch):
-    class Mine(Softmax):
+def test_any_lambda_is_logged(lam, monkeypatch, capsys):
+    class Mine(Diff if callable(lam) else Softmax):
         def __init__(self, config, depth):
             super().__init__(config, depth)
-            self.lam = lam
+            is_tensor = isinstance(lam, torch.Tensor)
+            self.lam = torch.nn.Parameter(lam.clone()) if is_tensor else lam
 
     monkeypatch.setitem(ATTENTION, "mine", Mine)
     train.main([*TOY, "--attn=mine", "--steps=4"])
+    unused = "mine has parameters that get no gradient: lambda_q1, lambda_k1, lambda_q2, lambda_k2"
+    assert (unused in capsys.readouterr().out) == callable(lam)
     assert log_of("out/toy/mine")[-1]["lambda"] == [pytest.approx(0.5, abs=0.02)]
 
 
@@ -762,6 +829,21 @@ def test_two_processes_give_the_losses_of_one(story):
     for one, two in zip(log_of("one/diff")[1:], log_of("two/diff")[1:], strict=True):
         for name in ("step", "train_loss", "val_loss", "grad_norm", "lr"):
             assert one.get(name) == pytest.approx(two.get(name), abs=1e-5), (name, one["step"])
+
+
+def test_two_processes_train_an_arm_with_parameters_that_it_does_not_use(story):
+    Path("myarm.py").write_text(f"""import sys; sys.path.insert(0, {str(TOP)!r})
+import model, train
+class Mine(model.Diff):
+    def lam(self, x):
+        return 0.5
+model.ATTENTION["mine"] = Mine
+train.main()
+""")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += ["myarm.py", *TOY, "--total_batch=512", "--steps=4", "--attn=mine", story]
+    said = subprocess.check_output(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True)
+    assert "step 4 |" in said and said.count("get no gradient") == 1
 
 
 def say(capsys, *flags):
