@@ -47,7 +47,7 @@ def decaying_linear_map(q, k, rope, rates):
 
 
 class SoftmaxDecay(Attention):
-    """A = softmax(Q K^T / sqrt(d) + log D)"""
+    """A = softmax(Q K^T / sqrt(d) + log D), where D decays with the distance."""
 
     def make_map(self, q, k, x, rope):
         scores = upcast(rotate(q, rope) @ rotate(k, rope).mT) / math.sqrt(self.d)
@@ -55,14 +55,17 @@ class SoftmaxDecay(Attention):
 
 
 class LinearDecay(Attention):
-    """A linear map with decay, see decaying_linear_map"""
+    """A linear map whose weights decay with the distance: decaying_linear_map."""
 
     def make_map(self, q, k, x, rope):
         return decaying_linear_map(q, k, rope, decay_rates(self))
 
 
 class DiffLinearDecay(Diff):
-    """The difference of two such maps. (They would fold. Here each is computed alone.)"""
+    """The difference of two linear maps with decay.
+
+    They would fold, as in diff_linear. Here each is computed alone.
+    """
 
     def make_map(self, q, k, x, rope):
         A = decaying_linear_map(q, k, rope, decay_rates(self))  # (B, H, T, T)
@@ -70,7 +73,7 @@ class DiffLinearDecay(Diff):
 
 
 class LinearOneShortHead(Attention):
-    """The first head has a span of 4 tokens, and the others never forget."""
+    """linear: its first head has a span of 4 tokens, the others never forget."""
 
     def make_map(self, q, k, x, rope):
         rates = torch.tensor([1 / 4] + [0] * (self.h - 1))[:, None, None]
@@ -79,29 +82,8 @@ class LinearOneShortHead(Attention):
 
 # ---- parts of diff
 
-class SoftmaxFactor(Softmax):
-    """One map with diff's norm, and behind it diff's factor 1 - lambda_init of each layer."""
-
-    usual_subln = 1.0
-
-    def __init__(self, config, depth):
-        super().__init__(config, depth)
-        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)
-
-
-class DiffConstant(Diff):
-    """diff whose lambda_init is 0.8 in each layer, as in Table 6 of the paper."""
-
-    def __init__(self, config, depth):
-        super().__init__(config, depth)
-        self.lambda_init = 0.8
-
-
-class SoftmaxSum(Diff):
-    """(A_1 + |lambda| A_2) / (1 + |lambda|): two maps and no minus. Its rows sum to 1."""
-
-    def lam(self, x):
-        return -super().lam(x).abs()
+class RowsSumToOne:
+    """Divides a difference by 1 - lambda, which its rows sum to. It is the first of two parents."""
 
     def make_map(self, q, k, x, rope):
         return super().make_map(q, k, x, rope) / (1 - self.lam(x))
@@ -110,8 +92,33 @@ class SoftmaxSum(Diff):
         return super().attend(q, k, v, x, rope, state) / (1 - self.lam(x))
 
 
+class SoftmaxFactor(Softmax):
+    """One map with diff's norm and, behind it, diff's factor 1 - lambda_init."""
+
+    usual_subln = 1.0
+
+    def __init__(self, config, depth):
+        super().__init__(config, depth)
+        self.lambda_init = Diff(config, depth).lambda_init
+
+
+class DiffConstant(Diff):
+    """diff with a lambda_init of 0.8 in each layer, as in the paper's Table 6."""
+
+    def __init__(self, config, depth):
+        super().__init__(config, depth)
+        self.lambda_init = 0.8
+
+
+class SoftmaxSum(RowsSumToOne, Diff):
+    """(A_1 + |lambda| A_2) / (1 + |lambda|): two maps and no minus."""
+
+    def lam(self, x):
+        return -super().lam(x).abs()
+
+
 class SoftmaxOwn(SoftmaxAverage):
-    """A - lambda I: in place of the average each token takes away its own value."""
+    """A - lambda I: each token takes away its own value, not the average."""
 
     def make_map(self, q, k, x, rope):
         A = softmax_map(q, k, rope)
@@ -123,21 +130,8 @@ class SoftmaxOwn(SoftmaxAverage):
 
 # ---- parts of diff_v2
 
-class DiffV2Minus(DiffV2):
+class DiffV2Minus(RowsSumToOne, DiffV2):
     """(A_1 - lambda A_2) / (1 - lambda): as diff_v2, but its rows sum to 1."""
-
-    def make_map(self, q, k, x, rope):
-        return super().make_map(q, k, x, rope) / (1 - self.lam(x))
-
-    def attend(self, q, k, v, x, rope, state):
-        return super().attend(q, k, v, x, rope, state) / (1 - self.lam(x))
-
-
-class DiffV2Plus(DiffV2Minus):
-    """(A_1 + lambda A_2) / (1 + lambda)"""
-
-    def lam(self, x):
-        return -super().lam(x)
 
 
 class DiffV2FreePlus(DiffV2):
@@ -147,45 +141,48 @@ class DiffV2FreePlus(DiffV2):
         return -super().lam(x)
 
 
-class TwoGates(DiffV2):
-    """sigmoid(a . x) A_1 + sigmoid(b . x) A_2, with diff_v2's two queries."""
-
-    def __init__(self, config, depth):
-        super().__init__(config, depth)
-        del self.lambda_proj
-        self.gate_proj = nn.Linear(config.n_embd, 2 * self.h, bias=False)
-
-    def gates(self, x):
-        return upcast(self.gate_proj(x)).sigmoid().mT[..., None]  # (B, 2h, T, 1)
-
-    def lam(self, x):  # what stands before A_2, with the sign of a minus
-        return -self.gates(x)[:, 1::2]
-
-    def make_map(self, q, k, x, rope):
-        A = softmax_map(q, k, rope) * self.gates(x)  # (B, 2h, T, T)
-        return A[:, 0::2] + A[:, 1::2]
-
-    def attend(self, q, k, v, x, rope, state):
-        y = softmax_attention(q, k, v, rope, state, self.config.kernel)
-        y = upcast(y) * self.gates(x)  # (B, 2h, T, d_v)
-        return y[:, 0::2] + y[:, 1::2]
+class DiffV2Plus(RowsSumToOne, DiffV2FreePlus):
+    """(A_1 + lambda A_2) / (1 + lambda): the sum, with rows that sum to 1."""
 
 
 class Gate(Softmax):
-    """A_ij sigmoid(w . x_i): diff_v2 without its second map, but with rows that don't sum to 1."""
+    """A_ij sigmoid(w . x_i): one map, whose rows have a learned sum.
+
+    It is diff_v2 without the second map: what is left of it are rows that don't sum to 1.
+    """
 
     def __init__(self, config, depth):
         super().__init__(config, depth)
         self.gate_proj = nn.Linear(config.n_embd, self.h, bias=False)  # for each head and token
 
     def gate(self, x):
-        return upcast(self.gate_proj(x)).sigmoid().mT[..., None]  # (B, h, T, 1)
+        return upcast(self.gate_proj(x)).sigmoid().mT[..., None]  # (B, H, T, 1)
 
     def make_map(self, q, k, x, rope):
         return softmax_map(q, k, rope) * self.gate(x)
 
     def attend(self, q, k, v, x, rope, state):
         return softmax_attention(q, k, v, rope, state, self.config.kernel) * self.gate(x)
+
+
+class TwoGates(Gate):
+    """sigmoid(a . x) A_1 + sigmoid(b . x) A_2, with diff_v2's two queries."""
+
+    def __init__(self, config, depth):
+        super().__init__(config, depth)
+        self.q_proj = nn.Linear(config.n_embd, 2 * config.n_embd, bias=False)
+        self.gate_proj = nn.Linear(config.n_embd, 2 * self.h, bias=False)  # for each map and token
+
+    def lam(self, x):  # what stands before A_2, with the sign of a minus
+        return -self.gate(x)[:, 1::2]
+
+    def make_map(self, q, k, x, rope):
+        A = super().make_map(q, k, x, rope)  # (B, 2h, T, T)
+        return A[:, 0::2] + A[:, 1::2]
+
+    def attend(self, q, k, v, x, rope, state):
+        y = super().attend(q, k, v, x, rope, state)  # (B, 2h, T, d_v)
+        return y[:, 0::2] + y[:, 1::2]
 
 
 ATTENTION |= {
