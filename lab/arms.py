@@ -1,12 +1,15 @@
 """
-Arms of one's own: the controls of the lab, with a line each in the table at the end.
+More arms: the controls of the lab.
 
     python -m lab.arms --attn=linear_decay    # trains one
     python -m lab.arms --ckpt=out/toy/linear_decay --prompt="Once upon a time"
+    python -m lab.arms --help                 # lists them
 
-Each is a class on the contract of model.Attention. The arms with decay say their map alone, so they
-are slow, and read the whole text anew for each token of a sample. Decay is ALiBi for softmax (arXiv
-2108.12409) and RetNet's retention for linear maps (2307.08621).
+Each is a class on the contract of model.Attention. The arms with decay have a make_map alone. So
+they are slow, and read the whole text anew for each token of a sample. Decay is ALiBi for softmax
+(arXiv 2108.12409) and RetNet's retention for linear maps (2307.08621).
+
+The other flags are those of train.py, or of sample.py if there is a --ckpt: see their --help.
 """
 import math
 import sys
@@ -14,8 +17,6 @@ import sys
 import torch
 import torch.nn as nn
 
-import sample
-import train
 from model import ATTENTION, Attention, Diff, DiffV2, Softmax, SoftmaxAverage, phi, rotate
 from model import softmax_attention, softmax_map, upcast
 
@@ -185,7 +186,7 @@ class TwoGates(Gate):
         return y[:, 0::2] + y[:, 1::2]
 
 
-ATTENTION |= {
+ARMS = {
     "softmax_decay": SoftmaxDecay,
     "linear_decay": LinearDecay,
     "diff_linear_decay": DiffLinearDecay,
@@ -195,12 +196,36 @@ ATTENTION |= {
     "softmax_sum": SoftmaxSum,
     "softmax_own": SoftmaxOwn,
     "diff_v2_minus": DiffV2Minus,
-    "diff_v2_plus": DiffV2Plus,
     "diff_v2_free_plus": DiffV2FreePlus,
-    "two_gates": TwoGates,
+    "diff_v2_plus": DiffV2Plus,
     "gate": Gate,
+    "two_gates": TwoGates,
 }
+ATTENTION |= ARMS
+
+
+def print_help():
+    print(__doc__)
+    for name, arm in ARMS.items():
+        first_line = arm.__doc__.splitlines()[0]
+        print(f"  {name:23}{first_line}")
+
+
+def main(argv=None):
+    """Trains arms, or prints a sample of one if there is a --ckpt. Returns the exit code."""
+    import sample
+    import train
+
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        print_help()
+        return 0
+    if any(arg == "--ckpt" or arg.startswith("--ckpt=") for arg in argv):
+        sample.main(argv)
+        return 0
+    losses = train.main(argv)
+    return 1 if math.inf in losses else 0  # 1 if a run diverged
+
 
 if __name__ == "__main__":
-    is_sampled = "--ckpt" in str(sys.argv)
-    sys.exit(sample.main() if is_sampled else math.inf in train.main())  # 1 if a run diverged
+    sys.exit(main())
