@@ -96,33 +96,53 @@ def shown_texts(m):
 # ---- the model
 
 
-class Reader(GPT):
-    """One block that reads texts of pairs."""
+def capped(arm, tau):
+    """A subclass of this class of attention, in which no logit is larger than tau."""
 
-    def __init__(self, run):
+    class Capped(arm):
+        def project(self, x):
+            """All queries have one length, and so have all keys."""
+            q, k, v = super().project(x)
+            q = tau * math.sqrt(self.d) * F.normalize(q, dim=-1)
+            return q, F.normalize(k, dim=-1), v
+
+    return Capped
+
+
+def held(arm, number):
+    """A subclass of this class of attention, whose lambda is this number."""
+
+    class Held(arm):
+        def lam(self, x):
+            return number
+
+    return Held
+
+
+class Reader(GPT):
+    """One block that reads texts of pairs. held_lambda: a number that takes the place of lambda."""
+
+    def __init__(self, run, held_lambda=None):
         config = GPTConfig(
             attn=run.arm, n_layer=1, n_embd=64, rope_theta=0,
             n_head=run.heads * ATTENTION[run.arm].value_width,
             subln=float(run.norm),  # the same for all arms
             vocab_size=run.keys + run.values + 1,  # and the mark of a query
         )
-        super().__init__(config, run.seed)
+        super().__init__(config, seed=None)
         self.run = run
+        arm = ATTENTION[run.arm]
         if run.tau is not None:
-            self.blocks[0].attn.project = self.project
-
-    def project(self, x):
-        """All queries have one length, and so have all keys: no logit is larger than tau."""
-        layer = self.blocks[0].attn
-        q, k, v = type(layer).project(layer, x)
-        q = self.run.tau * math.sqrt(layer.d) * F.normalize(q, dim=-1)
-        return q, F.normalize(k, dim=-1), v
+            arm = capped(arm, run.tau)
+        if held_lambda is not None:
+            arm = held(arm, held_lambda)
+        self.blocks[0].attn = arm(config, depth=0)
+        self.draw_parameters(run.seed)
 
     def read_as(self, arm, lam):
         """A Reader with these weights, as another arm, or the same one, whose lambda is lam."""
-        found = Reader(replace(self.run, arm=arm))
-        found.load_state_dict(self.state_dict(), strict=False)
-        found.blocks[0].attn.lam = lambda x: lam
+        found = Reader(replace(self.run, arm=arm), held_lambda=lam)
+        found.load_state_dict(self.state_dict(), strict=False)  # an average has a lambda of its own
         return found.eval()
 
     def tokens(self, texts):
