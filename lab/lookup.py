@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from check import lambda_of
 from lab.arms import ATTENTION  # with softmax_sum and softmax_own
 from lab.stats import COLORS, markdown, new_figure, parser, read_json, renew, write_json
 from model import GPT, GPTConfig
@@ -171,10 +172,10 @@ class Reader(GPT):
 
     @torch.no_grad()
     def own_lambda(self):
-        """The mean over the queries, where it varies. 0 if nothing is subtracted."""
+        """The mean lambda of the queries. 0 if nothing is subtracted."""
         x = self.blocks[0].norm1(self.tokens(shown_texts(0)))[:, -QUERIES:]
-        lam = getattr(self.blocks[0].attn, "lam", torch.zeros_like)
-        return round(lam(x).mean().item(), 4)
+        lam = lambda_of(self.blocks[0].attn, x)
+        return 0.0 if lam is None else round(lam, 4)
 
 
 def train(run, steps=STEPS):

@@ -51,7 +51,7 @@ def test_a_cap_and_a_held_lambda_belong_to_the_class_of_a_layer():
     x = reader.tokens(make_texts(0, 3))
     q, k, _ = another.project(x)
     assert (q @ k.mT).max() / math.sqrt(another.d) < 2.5001
-    assert another.lam(x) == 0.7
+    assert another.lam(x) == 0.7 and reader.own_lambda() == 0.7
 
 
 @pytest.mark.parametrize("arm, loss", [("softmax_average", 4.869276), ("diff", 4.870707)])
