@@ -328,14 +328,14 @@ def length_table(runs):
 
 
 def publish():
-    """Write the tables into the page, and draw its figures."""
+    """Writes the tables into the page, and draws its figures."""
     _, runs = read_json(RESULTS / "lookup.json")
     renew(RESULTS / "lookup.md", {"crowds": crowd_table(runs), "lengths": length_table(runs)})
     draw(RESULTS, read_json(RESULTS / "lookup-shown.json")[1], runs)
 
 
 def run_missing():
-    """Train the runs of lookup.json that have no results yet."""
+    """Trains the runs of lookup.json that have no results yet."""
     about, runs = read_json(RESULTS / "lookup.json")
     for row in runs:
         if "own" not in row:
@@ -346,7 +346,7 @@ def run_missing():
 
 
 def show(steps=STEPS):
-    """Train the three models, and draw what a crowd does to them."""
+    """Trains the three models, and draws what a crowd does to them."""
     out = Path("out/lookup")
     out.mkdir(parents=True, exist_ok=True)  # before the work
     shown = [shown_row(reader) for reader in shown_models(steps=steps).values()]
