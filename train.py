@@ -144,15 +144,22 @@ def learning_rate(step, config):
     return config.lr * (config.steps - step) / (config.steps - warmup)
 
 
+BETAS = (0.9, 0.95)  # AdamW's
+EPS = 1e-8  # AdamW's
+
+
+def decays(p):
+    """Whether a parameter decays. Matrices do, the embedding too. Norms and lambdas do not."""
+    return p.ndim == 2 or p.squeeze().ndim > 1  # a vector may have another shape, like (h, 1, 1)
+
+
 def make_optimizer(model, config):
-    """AdamW. Matrices decay, the embedding among them. Norms and lambdas do not."""
-    matrices, vectors = [], []
-    for p in model.parameters():  # a vector may have another shape, like (h, 1, 1)
-        is_matrix = p.ndim == 2 or p.squeeze().ndim > 1
-        (matrices if is_matrix else vectors).append(p)
+    """AdamW with weight decay for matrices only."""
+    matrices = [p for p in model.parameters() if decays(p)]
+    vectors = [p for p in model.parameters() if not decays(p)]
     decaying = dict(params=matrices, weight_decay=config.weight_decay)
     others = dict(params=vectors, weight_decay=0.0)
-    return torch.optim.AdamW([decaying, others], lr=config.lr, betas=(0.9, 0.95), fused=True)
+    return torch.optim.AdamW([decaying, others], lr=config.lr, betas=BETAS, eps=EPS, fused=True)
 
 
 def autocast(config):

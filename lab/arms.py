@@ -1,12 +1,15 @@
 """
-Arms of one's own: the controls of the lab, with a line each in the table at the end.
+More arms: the controls of the lab.
 
     python -m lab.arms --attn=linear_decay    # trains one
     python -m lab.arms --ckpt=out/toy/linear_decay --prompt="Once upon a time"
+    python -m lab.arms --help                 # lists them
 
-Each is a class on the contract of model.Attention. The arms with decay say their map alone, so they
-are slow, and read the whole text anew for each token of a sample. Decay is ALiBi for softmax (arXiv
-2108.12409) and RetNet's retention for linear maps (2307.08621).
+Each is a class on the contract of model.Attention. The arms with decay have a make_map alone. So
+they are slow, and read the whole text anew for each token of a sample. Decay is ALiBi for softmax
+(arXiv 2108.12409) and RetNet's retention for linear maps (2307.08621).
+
+The other flags are those of train.py, or of sample.py if there is a --ckpt: see their --help.
 """
 import math
 import sys
@@ -14,8 +17,6 @@ import sys
 import torch
 import torch.nn as nn
 
-import sample
-import train
 from model import ATTENTION, Attention, Diff, DiffV2, Softmax, SoftmaxAverage, phi, rotate
 from model import softmax_attention, softmax_map, upcast
 
@@ -47,7 +48,7 @@ def decaying_linear_map(q, k, rope, rates):
 
 
 class SoftmaxDecay(Attention):
-    """A = softmax(Q K^T / sqrt(d) + log D)"""
+    """A = softmax(Q K^T / sqrt(d) + log D), where D decays with the distance."""
 
     def make_map(self, q, k, x, rope):
         scores = upcast(rotate(q, rope) @ rotate(k, rope).mT) / math.sqrt(self.d)
@@ -55,14 +56,17 @@ class SoftmaxDecay(Attention):
 
 
 class LinearDecay(Attention):
-    """A linear map with decay, see decaying_linear_map"""
+    """A linear map whose weights decay with the distance: decaying_linear_map."""
 
     def make_map(self, q, k, x, rope):
         return decaying_linear_map(q, k, rope, decay_rates(self))
 
 
 class DiffLinearDecay(Diff):
-    """The difference of two such maps. (They would fold. Here each is computed alone.)"""
+    """The difference of two linear maps with decay.
+
+    They would fold, as in diff_linear. Here each is computed alone.
+    """
 
     def make_map(self, q, k, x, rope):
         A = decaying_linear_map(q, k, rope, decay_rates(self))  # (B, H, T, T)
@@ -70,7 +74,7 @@ class DiffLinearDecay(Diff):
 
 
 class LinearOneShortHead(Attention):
-    """The first head has a span of 4 tokens, and the others never forget."""
+    """linear: its first head has a span of 4 tokens, the others never forget."""
 
     def make_map(self, q, k, x, rope):
         rates = torch.tensor([1 / 4] + [0] * (self.h - 1))[:, None, None]
@@ -79,29 +83,8 @@ class LinearOneShortHead(Attention):
 
 # ---- parts of diff
 
-class SoftmaxFactor(Softmax):
-    """One map with diff's norm, and behind it diff's factor 1 - lambda_init of each layer."""
-
-    usual_subln = 1.0
-
-    def __init__(self, config, depth):
-        super().__init__(config, depth)
-        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)
-
-
-class DiffConstant(Diff):
-    """diff whose lambda_init is 0.8 in each layer, as in Table 6 of the paper."""
-
-    def __init__(self, config, depth):
-        super().__init__(config, depth)
-        self.lambda_init = 0.8
-
-
-class SoftmaxSum(Diff):
-    """(A_1 + |lambda| A_2) / (1 + |lambda|): two maps and no minus. Its rows sum to 1."""
-
-    def lam(self, x):
-        return -super().lam(x).abs()
+class RowsSumToOne:
+    """Divides a difference by 1 - lambda, which its rows sum to. It is the first of two parents."""
 
     def make_map(self, q, k, x, rope):
         return super().make_map(q, k, x, rope) / (1 - self.lam(x))
@@ -110,8 +93,33 @@ class SoftmaxSum(Diff):
         return super().attend(q, k, v, x, rope, state) / (1 - self.lam(x))
 
 
+class SoftmaxFactor(Softmax):
+    """One map with diff's norm and, behind it, diff's factor 1 - lambda_init."""
+
+    usual_subln = 1.0
+
+    def __init__(self, config, depth):
+        super().__init__(config, depth)
+        self.lambda_init = Diff(config, depth).lambda_init
+
+
+class DiffConstant(Diff):
+    """diff with a lambda_init of 0.8 in each layer, as in the paper's Table 6."""
+
+    def __init__(self, config, depth):
+        super().__init__(config, depth)
+        self.lambda_init = 0.8
+
+
+class SoftmaxSum(RowsSumToOne, Diff):
+    """(A_1 + |lambda| A_2) / (1 + |lambda|): two maps and no minus."""
+
+    def lam(self, x):
+        return -super().lam(x).abs()
+
+
 class SoftmaxOwn(SoftmaxAverage):
-    """A - lambda I: in place of the average each token takes away its own value."""
+    """A - lambda I: each token takes away its own value, not the average."""
 
     def make_map(self, q, k, x, rope):
         A = softmax_map(q, k, rope)
@@ -123,21 +131,8 @@ class SoftmaxOwn(SoftmaxAverage):
 
 # ---- parts of diff_v2
 
-class DiffV2Minus(DiffV2):
+class DiffV2Minus(RowsSumToOne, DiffV2):
     """(A_1 - lambda A_2) / (1 - lambda): as diff_v2, but its rows sum to 1."""
-
-    def make_map(self, q, k, x, rope):
-        return super().make_map(q, k, x, rope) / (1 - self.lam(x))
-
-    def attend(self, q, k, v, x, rope, state):
-        return super().attend(q, k, v, x, rope, state) / (1 - self.lam(x))
-
-
-class DiffV2Plus(DiffV2Minus):
-    """(A_1 + lambda A_2) / (1 + lambda)"""
-
-    def lam(self, x):
-        return -super().lam(x)
 
 
 class DiffV2FreePlus(DiffV2):
@@ -147,39 +142,22 @@ class DiffV2FreePlus(DiffV2):
         return -super().lam(x)
 
 
-class TwoGates(DiffV2):
-    """sigmoid(a . x) A_1 + sigmoid(b . x) A_2, with diff_v2's two queries."""
-
-    def __init__(self, config, depth):
-        super().__init__(config, depth)
-        del self.lambda_proj
-        self.gate_proj = nn.Linear(config.n_embd, 2 * self.h, bias=False)
-
-    def gates(self, x):
-        return upcast(self.gate_proj(x)).sigmoid().mT[..., None]  # (B, 2h, T, 1)
-
-    def lam(self, x):  # what stands before A_2, with the sign of a minus
-        return -self.gates(x)[:, 1::2]
-
-    def make_map(self, q, k, x, rope):
-        A = softmax_map(q, k, rope) * self.gates(x)  # (B, 2h, T, T)
-        return A[:, 0::2] + A[:, 1::2]
-
-    def attend(self, q, k, v, x, rope, state):
-        y = softmax_attention(q, k, v, rope, state, self.config.kernel)
-        y = upcast(y) * self.gates(x)  # (B, 2h, T, d_v)
-        return y[:, 0::2] + y[:, 1::2]
+class DiffV2Plus(RowsSumToOne, DiffV2FreePlus):
+    """(A_1 + lambda A_2) / (1 + lambda): the sum, with rows that sum to 1."""
 
 
 class Gate(Softmax):
-    """A_ij sigmoid(w . x_i): diff_v2 without its second map, but with rows that don't sum to 1."""
+    """A_ij sigmoid(w . x_i): one map, whose rows have a learned sum.
+
+    It is diff_v2 without the second map: what is left of it are rows that don't sum to 1.
+    """
 
     def __init__(self, config, depth):
         super().__init__(config, depth)
         self.gate_proj = nn.Linear(config.n_embd, self.h, bias=False)  # for each head and token
 
     def gate(self, x):
-        return upcast(self.gate_proj(x)).sigmoid().mT[..., None]  # (B, h, T, 1)
+        return upcast(self.gate_proj(x)).sigmoid().mT[..., None]  # (B, H, T, 1)
 
     def make_map(self, q, k, x, rope):
         return softmax_map(q, k, rope) * self.gate(x)
@@ -188,7 +166,27 @@ class Gate(Softmax):
         return softmax_attention(q, k, v, rope, state, self.config.kernel) * self.gate(x)
 
 
-ATTENTION |= {
+class TwoGates(Gate):
+    """sigmoid(a . x) A_1 + sigmoid(b . x) A_2, with diff_v2's two queries."""
+
+    def __init__(self, config, depth):
+        super().__init__(config, depth)
+        self.q_proj = nn.Linear(config.n_embd, 2 * config.n_embd, bias=False)
+        self.gate_proj = nn.Linear(config.n_embd, 2 * self.h, bias=False)  # for each map and token
+
+    def lam(self, x):  # what stands before A_2, with the sign of a minus
+        return -self.gate(x)[:, 1::2]
+
+    def make_map(self, q, k, x, rope):
+        A = super().make_map(q, k, x, rope)  # (B, 2h, T, T)
+        return A[:, 0::2] + A[:, 1::2]
+
+    def attend(self, q, k, v, x, rope, state):
+        y = super().attend(q, k, v, x, rope, state)  # (B, 2h, T, d_v)
+        return y[:, 0::2] + y[:, 1::2]
+
+
+ARMS = {
     "softmax_decay": SoftmaxDecay,
     "linear_decay": LinearDecay,
     "diff_linear_decay": DiffLinearDecay,
@@ -198,12 +196,36 @@ ATTENTION |= {
     "softmax_sum": SoftmaxSum,
     "softmax_own": SoftmaxOwn,
     "diff_v2_minus": DiffV2Minus,
-    "diff_v2_plus": DiffV2Plus,
     "diff_v2_free_plus": DiffV2FreePlus,
-    "two_gates": TwoGates,
+    "diff_v2_plus": DiffV2Plus,
     "gate": Gate,
+    "two_gates": TwoGates,
 }
+ATTENTION |= ARMS
+
+
+def print_help():
+    print(__doc__)
+    for name, arm in ARMS.items():
+        first_line = arm.__doc__.splitlines()[0]
+        print(f"  {name:23}{first_line}")
+
+
+def main(argv=None):
+    """Trains arms, or prints a sample of one if there is a --ckpt. Returns the exit code."""
+    import sample
+    import train
+
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        print_help()
+        return 0
+    if any(arg == "--ckpt" or arg.startswith("--ckpt=") for arg in argv):
+        sample.main(argv)
+        return 0
+    losses = train.main(argv)
+    return 1 if math.inf in losses else 0  # 1 if a run diverged
+
 
 if __name__ == "__main__":
-    is_sampled = "--ckpt" in str(sys.argv)
-    sys.exit(sample.main() if is_sampled else math.inf in train.main())  # 1 if a run diverged
+    sys.exit(main())

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from check import lambda_of
 from lab.arms import ATTENTION  # with softmax_sum and softmax_own
 from lab.stats import COLORS, markdown, new_figure, parser, read_json, renew, write_json
 from model import GPT, GPTConfig
@@ -96,33 +97,53 @@ def shown_texts(m):
 # ---- the model
 
 
-class Reader(GPT):
-    """One block that reads texts of pairs."""
+def capped(arm, tau):
+    """A subclass of this class of attention, in which no logit is larger than tau."""
 
-    def __init__(self, run):
+    class Capped(arm):
+        def project(self, x):
+            """All queries have one length, and so have all keys."""
+            q, k, v = super().project(x)
+            q = tau * math.sqrt(self.d) * F.normalize(q, dim=-1)
+            return q, F.normalize(k, dim=-1), v
+
+    return Capped
+
+
+def held(arm, number):
+    """A subclass of this class of attention, whose lambda is this number."""
+
+    class Held(arm):
+        def lam(self, x):
+            return number
+
+    return Held
+
+
+class Reader(GPT):
+    """One block that reads texts of pairs. held_lambda: a number that takes the place of lambda."""
+
+    def __init__(self, run, held_lambda=None):
         config = GPTConfig(
             attn=run.arm, n_layer=1, n_embd=64, rope_theta=0,
             n_head=run.heads * ATTENTION[run.arm].value_width,
             subln=float(run.norm),  # the same for all arms
             vocab_size=run.keys + run.values + 1,  # and the mark of a query
         )
-        super().__init__(config, run.seed)
+        super().__init__(config, seed=None)
         self.run = run
+        arm = ATTENTION[run.arm]
         if run.tau is not None:
-            self.blocks[0].attn.project = self.project
-
-    def project(self, x):
-        """All queries have one length, and so have all keys: no logit is larger than tau."""
-        layer = self.blocks[0].attn
-        q, k, v = type(layer).project(layer, x)
-        q = self.run.tau * math.sqrt(layer.d) * F.normalize(q, dim=-1)
-        return q, F.normalize(k, dim=-1), v
+            arm = capped(arm, run.tau)
+        if held_lambda is not None:
+            arm = held(arm, held_lambda)
+        self.blocks[0].attn = arm(config, depth=0)
+        self.draw_parameters(run.seed)
 
     def read_as(self, arm, lam):
         """A Reader with these weights, as another arm, or the same one, whose lambda is lam."""
-        found = Reader(replace(self.run, arm=arm))
-        found.load_state_dict(self.state_dict(), strict=False)
-        found.blocks[0].attn.lam = lambda x: lam
+        found = Reader(replace(self.run, arm=arm), held_lambda=lam)
+        found.load_state_dict(self.state_dict(), strict=False)  # an average has a lambda of its own
         return found.eval()
 
     def tokens(self, texts):
@@ -151,10 +172,10 @@ class Reader(GPT):
 
     @torch.no_grad()
     def own_lambda(self):
-        """The mean over the queries, where it varies. 0 if nothing is subtracted."""
+        """The mean lambda of the queries. 0 if nothing is subtracted."""
         x = self.blocks[0].norm1(self.tokens(shown_texts(0)))[:, -QUERIES:]
-        lam = getattr(self.blocks[0].attn, "lam", torch.zeros_like)
-        return round(lam(x).mean().item(), 4)
+        lam = lambda_of(self.blocks[0].attn, x)
+        return 0.0 if lam is None else round(lam, 4)
 
 
 def train(run, steps=STEPS):
@@ -307,14 +328,14 @@ def length_table(runs):
 
 
 def publish():
-    """Write the tables into the page, and draw its figures."""
+    """Writes the tables into the page, and draws its figures."""
     _, runs = read_json(RESULTS / "lookup.json")
     renew(RESULTS / "lookup.md", {"crowds": crowd_table(runs), "lengths": length_table(runs)})
     draw(RESULTS, read_json(RESULTS / "lookup-shown.json")[1], runs)
 
 
 def run_missing():
-    """Train the runs of lookup.json that have no results yet."""
+    """Trains the runs of lookup.json that have no results yet."""
     about, runs = read_json(RESULTS / "lookup.json")
     for row in runs:
         if "own" not in row:
@@ -325,7 +346,7 @@ def run_missing():
 
 
 def show(steps=STEPS):
-    """Train the three models, and draw what a crowd does to them."""
+    """Trains the three models, and draws what a crowd does to them."""
     out = Path("out/lookup")
     out.mkdir(parents=True, exist_ok=True)  # before the work
     shown = [shown_row(reader) for reader in shown_models(steps=steps).values()]

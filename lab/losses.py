@@ -31,7 +31,8 @@ def read_run(log):
     val_loss is inf if the run diverged. ValueError if it is not finished.
     """
     records = [json.loads(line) for line in Path(log).read_text(encoding="utf-8").splitlines()]
-    if not all(isinstance(record, dict) for record in records) or "attn" not in (records or [{}])[0]:
+    is_log = len(records) > 0 and all(isinstance(record, dict) for record in records)
+    if not is_log or "attn" not in records[0]:
         raise ValueError("not a log of train.py")
     run = records[0]
     last = records[-1]

@@ -1,17 +1,19 @@
 """
 Trains many small models at once, as one model whose parameters have a further dimension.
 
-A run of the toy takes three minutes on a core, and needs a small part of a GPU. Here the models of a
-group have the same shapes, and differ in their first weights, their order of the data and their
+A run of the toy takes three minutes on a core, and needs a small part of a GPU. Here the models of
+a group have the same shapes, and differ in their first weights, their order of the data and their
 rate. Each of them is trained as train.py does it, on the same tokens with the same AdamW, but for
 rounding (and on a GPU in TF32, as there).
 """
+import math
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.func import functional_call, vmap
 
-from train import learning_rate, permutation
+from train import BETAS, EPS, decays, learning_rate, permutation
 
 ALIGN = 32  # each parameter begins at a multiple of so many numbers, as fast kernels want it
 
@@ -43,8 +45,7 @@ class Together:
         self.device = device
         self.shapes = {name: p.shape for name, p in model.named_parameters()}
         self.sizes = [p.numel() + -p.numel() % ALIGN for p in model.parameters()]
-        # matrices decay, and vectors do not
-        parts = [torch.full((size,), float(p.ndim > 1))
+        parts = [torch.full((size,), float(decays(p)))
                  for size, p in zip(self.sizes, model.parameters())]
         self.decays = torch.cat(parts).to(device)  # (P,)
         self.losses = vmap(self.loss)
@@ -56,7 +57,7 @@ class Together:
         torch.set_float32_matmul_precision("high")  # as in train.py
 
     def loss(self, params, tokens):
-        """Of one model, with the parameters (P,), for its tokens (B, T + 1)."""
+        """The loss of one model, with the parameters (P,), on its tokens (B, T + 1)."""
         parts = zip(self.shapes.items(), params.split(self.sizes))
         weights = {name: part[: shape.numel()].view(shape) for (name, shape), part in parts}
         return functional_call(self.model, weights, (tokens[:, :-1], tokens[:, 1:]))[1]
@@ -74,14 +75,15 @@ class Together:
         numbers = np.stack([sequence_numbers(seed, config, n) for seed in seeds], axis=1)
         numbers = torch.from_numpy(numbers).to(self.device)  # (steps, N, B)
         data = torch.from_numpy(data.astype(np.int16)).to(self.device)
+        limit = config.grad_clip if config.grad_clip > 0 else math.inf  # as in train.py
+        decay = self.decays * config.weight_decay
         for step in range(config.steps):
             tokens = sequences(data, numbers[step], config.block_size)  # (N, B, T + 1)
             # a model's parameters move its own loss alone
             (gradient,) = torch.autograd.grad(self.losses(params, tokens).sum(), params)
             rate = rates * (learning_rate(step, config) / config.lr)
-            bias = torch.tensor([1 - 0.9 ** (step + 1), 1 - 0.95 ** (step + 1)]).to(rate)
-            decay = self.decays * config.weight_decay
-            self.update(params, gradient, mean, square, rate, bias, decay, config.grad_clip)
+            bias = torch.tensor([1 - beta ** (step + 1) for beta in BETAS]).to(rate)
+            self.update(params, gradient, mean, square, rate, bias, decay, limit)
         return self.evaluate(params, config, val), params
 
     @torch.no_grad()
@@ -97,12 +99,12 @@ class Together:
 
 
 @torch.no_grad()
-def adamw(params, gradient, mean, square, rate, bias, decay, grad_clip):
+def adamw(params, gradient, mean, square, rate, bias, decay, limit):
     """The end of train.training_step: a limit on each model's gradient, and a step of AdamW."""
     norm = gradient.norm(dim=1, keepdim=True)  # (N, 1)
-    gradient = gradient * (grad_clip / (norm + 1e-6)).clamp(max=1)
+    gradient = gradient * (limit / (norm + 1e-6)).clamp(max=1)  # as in clip_grad_norm_
     rate = rate[:, None]  # (N, 1)
     params.mul_(1 - rate * decay)
-    mean.lerp_(gradient, 0.1)
-    square.lerp_(gradient * gradient, 0.05)
-    params.sub_(rate / bias[0] * mean / ((square / bias[1]).sqrt() + 1e-8))
+    mean.lerp_(gradient, 1 - BETAS[0])
+    square.lerp_(gradient * gradient, 1 - BETAS[1])
+    params.sub_(rate / bias[0] * mean / ((square / bias[1]).sqrt() + EPS))

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from check import lambda_of
 from lab.stats import load_checkpoint, load_tokenizer, new_figure, parser
 from model import make_rope
 
@@ -22,17 +23,14 @@ LONGEST = 64  # tokens. In a map of more the labels can't be read
 def attention_maps(model, idx):
     """[(map, lambda)] of the layers for the tokens idx (B, T). A map is (h, T, T), of idx[0].
 
-    lambda is the mean over heads and tokens where it varies, and None where a layer has none.
+    lambda is its mean over heads and tokens, and None where a layer has none.
     """
     found = []
     x = model.wte(idx)
     rope = make_rope(model.config, idx.shape[1], idx.device, x.dtype)
     for block in model.blocks:
         h = block.norm1(x)
-        lam = getattr(block.attn, "lam", None)
-        if lam is not None:
-            lam = torch.as_tensor(lam(h)).mean().item()
-        found.append((block.attn.map(h)[0], lam))
+        found.append((block.attn.map(h)[0], lambda_of(block.attn, h)))
         x = block(x, rope, {})
     return found
 

@@ -23,7 +23,6 @@ from pathlib import Path
 import train
 from data import load_manual, load_sequences
 from lab import arms, losses, stats  # noqa: F401  (arms: train.py has to know them)
-from lab.maps import attention_maps
 from model import GPT
 
 FLAGS = "--preset=toy --eval_every=250"  # of all rows
@@ -112,10 +111,10 @@ def do_run(row, rate, seed, purpose, out):
     (log,) = folder.glob("*/log.jsonl")  # the folder of the arm
     found = losses.read_run(log)
     text = load_sequences(load_manual()[1], range(16), found["block_size"])[:, :-1]
-    layers = attention_maps(GPT.load(log.parent / "ckpt.pt"), text)  # with lambda's mean on val
+    model = GPT.load(log.parent / "ckpt.pt")
     return dict(row=row, lr=rate, seed=seed, purpose=purpose) | {
         "val_loss": found["val_loss"], "parameters": found["parameters"],
-        "lambda": [round(lam, 4) for _, lam in layers if lam is not None]}
+        "lambda": train.lambdas(model, text)}  # on val
 
 
 def train_row(row, out):

@@ -1,5 +1,7 @@
 """lab/arms.py: every arm beside a formula of few lines."""
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,11 +10,14 @@ import train
 from check import check_arm
 from lab import arms
 from model import ATTENTION, GPT, GPTConfig, make_rope, phi, softmax_map
+from tests.helpers import TOP
 
 torch.set_num_threads(1)
 T = 20
 TINY = dict(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=64)
 OURS = [name for name, cls in ATTENTION.items() if cls.__module__ == "lab.arms"]
+FLAGS = ["--preset=toy", "--device=cpu", "--n_layer=1", "--n_embd=16", "--block_size=16",
+         "--total_batch=32", "--eval_tokens=64", "--steps=2"]
 
 
 def make(attn, **settings):
@@ -112,3 +117,31 @@ def test_parts_of_diff():
     softmax.load_state_dict(factor.state_dict())
     torch.testing.assert_close(factor(x), 0.6444909 * softmax(x))
     assert make("diff_constant")[0].lambda_init == 0.8
+
+
+# ---- the program
+
+def test_it_trains_and_samples(capsys):
+    assert arms.main([*FLAGS, "--attn=gate", "--out=not--ckpt"]) == 0  # a folder of this name
+    assert "val loss" in capsys.readouterr().out
+    for flag in (["--ckpt=not--ckpt/gate"], ["--ckpt", "not--ckpt/gate"]):
+        assert arms.main([*flag, "--prompt=Once", "--max_new_tokens=3", "--device=cpu"]) == 0
+        assert capsys.readouterr().out.startswith("Once")
+
+
+def test_its_exit_code_is_1_if_a_run_diverged():
+    code = arms.main([*FLAGS, "--attn=gate", "--lr=1e30", "--steps=8"])
+    assert code == 1 and type(code) is int
+
+
+def test_help_has_a_line_for_each_arm():
+    command = [sys.executable, "-m", "lab.arms", "--help"]
+    lines = subprocess.check_output(command, cwd=TOP, text=True).splitlines()
+    assert "  gate                   A_ij sigmoid(w . x_i): " in "\n".join(lines)
+    assert [line.split()[0] for line in lines[-len(OURS) :]] == OURS
+    assert max(map(len, lines)) <= 100
+
+
+def test_other_programs_get_the_arms_without_train_py():
+    code = "import sys, lab.arms; sys.exit('train' in sys.modules or 'sample' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=TOP, check=True)

@@ -44,6 +44,16 @@ def test_logits_have_a_cap_the_order_is_nothing_and_lambda_can_be_held():
     assert torch.equal(one.weights(texts), plain) and one.own_lambda() == 0
 
 
+@torch.no_grad()
+def test_a_cap_and_a_held_lambda_belong_to_the_class_of_a_layer():
+    reader = Reader(Run("diff", tau=2.5)).read_as("diff", lam=0.7)
+    another = type(reader.blocks[0].attn)(reader.config, depth=0)
+    x = reader.tokens(make_texts(0, 3))
+    q, k, _ = another.project(x)
+    assert (q @ k.mT).max() / math.sqrt(another.d) < 2.5001
+    assert another.lam(x) == 0.7 and reader.own_lambda() == 0.7
+
+
 @pytest.mark.parametrize("arm, loss", [("softmax_average", 4.869276), ("diff", 4.870707)])
 def test_training_repeats_that_of_the_published_runs(arm, loss):
     """The losses after 80 steps of lab/lookup.py at commit 6d48cee."""

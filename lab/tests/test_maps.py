@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from lab import maps
-from model import GPT, GPTConfig
+from model import ATTENTION, GPT, GPTConfig, Softmax
 
 
 @pytest.mark.parametrize("attn", ["softmax", "diff", "linear_average", "diff_linear"])
@@ -23,6 +23,16 @@ def test_the_maps_are_those_of_the_model(attn):
         assert lam == (None if attn == "softmax" else pytest.approx(block.attn.lam(h).item()))
         x = x + y
         x = x + block.mlp(block.norm2(x))
+
+
+def test_a_lambda_may_be_a_number(monkeypatch):
+    class Mine(Softmax):
+        lam = 0.5
+
+    monkeypatch.setitem(ATTENTION, "mine", Mine)
+    model = GPT(GPTConfig("mine", n_layer=1, n_head=2, n_embd=16, vocab_size=257))
+    ((_, lam),) = maps.attention_maps(model, torch.arange(5)[None])
+    assert lam == 0.5
 
 
 def test_the_newest_checkpoint_has_a_picture(tmp_path):

@@ -5,7 +5,7 @@ import torch
 
 import train
 from lab import stats, text
-from model import ATTENTION
+from model import ATTENTION, Attention
 
 torch.set_num_threads(1)
 
@@ -23,6 +23,8 @@ def test_a_small_experiment_from_the_first_run_to_the_page(monkeypatch, capsys):
     monkeypatch.setattr(text, "ROWS", {row: f"--attn={row}" for row in ("diff", "gate")})
     monkeypatch.setattr(text, "COMPARISONS", [("gate", "diff", range(3, 5))])
     monkeypatch.setattr(train, "evaluate", lambda model, val, config, *_: abs(config.lr - 4e-3))
+    # the map is for pictures: no run of this size should need it
+    monkeypatch.setattr(Attention, "map", None)
     text.main([])
     _, runs = stats.read_json("out/text/text.json")
     printed = capsys.readouterr().out
