@@ -11,14 +11,14 @@ from port.theirs import LAMBDAS
 EXACT = 5e-6  # a fit that is nearer than this gets no better in float32
 
 
-def ours(parts, port):
+def ours(parts, reading):
     """w of port/paper.py: weights, sizes and numbers of our layer, made of parts of theirs."""
-    w = SimpleNamespace(h=port.heads, lambda_init=port.lambda_init, factor=1.0)
+    w = SimpleNamespace(h=reading.heads, lambda_init=reading.lambda_init, factor=1.0)
     w.is_theta_fitted = False
     w.q, w.k, w.v = [torch.cat(parts[letter]) for letter in "qkv"]
     for role in LAMBDAS:
         setattr(w, role, (parts[role] or [torch.zeros(1)])[0])
-    paper.set_sizes(w, port.version)
+    paper.set_sizes(w, reading.version)
     w.gate = torch.cat(parts["gate"] or [w.q])
     w.o = torch.cat(parts["o"], 1) if parts["o"] else torch.eye(w.h * w.d_v).double()
     norms = [part.flatten() for part in parts["norm"]]
@@ -34,14 +34,14 @@ def ours(parts, port):
 class Draw:
     """One draw of the port's weights, with the port's output for it, and our layer's."""
 
-    def __init__(self, port, way, x, order, seed, flat):
+    def __init__(self, port, reading, way, x, order, seed, flat):
         parts = port.draw(order, seed, flat)
         self.x = x.double()
-        self.y = port.run(way, x).detach().double()
+        self.y = port.run(way.arguments, x).detach().double()
         self.size = self.y.abs().max().clamp(min=1e-30)
         self.kept = {}  # what our layer gave up to some step, by the steps that made it
         try:
-            self.w = ours(parts, port)
+            self.w = ours(parts, reading)
         except (RuntimeError, ValueError, IndexError, ZeroDivisionError):
             self.w = None  # the weights do not have the sizes of such a layer
 

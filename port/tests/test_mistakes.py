@@ -3,7 +3,6 @@ import itertools
 import math
 from collections import defaultdict
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from port.compare import ours
 from port.mistakes import BROKEN, BY_CODE, MISTAKES, find
 from port.paper import lambda_init_of
 from port.roles import role_of
+from port.theirs import Reading
 
 torch.set_num_threads(1)  # for tensors as small as these, more are slower
 
@@ -29,13 +29,13 @@ def made_with(mistakes, version=1, **numbers):
     steps = paper.steps_of(version, causal=True)
     for mistake in mistakes:
         steps = replace(steps, **mistake.steps)
-    sizes = SimpleNamespace(heads=4, version=version, lambda_init=lambda_init_of(3))
+    reading = Reading(8 if version == 1 else 4, 3, version, causal=True)
 
     def layer(x, weights):
         parts = defaultdict(list)
         for name, weight in weights.items():
             parts[role_of(name, weight)].append(weight.double())
-        w = ours(parts, sizes)
+        w = ours(parts, reading)
         w.factor = 1 - w.lambda_init if version == 1 else 1.0
         for name, number in numbers.items():
             setattr(w, name, number)
