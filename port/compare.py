@@ -34,10 +34,10 @@ def ours(parts, reading):
 class Draw:
     """One draw of the port's weights, with the port's output for it, and our layer's."""
 
-    def __init__(self, port, reading, way, x, order, seed, flat):
-        parts = port.draw(order, seed, flat)
-        self.x = x.double()
-        self.y = port.run(way.arguments, x).detach().double()
+    def __init__(self, port, reading, seen, way, order, seed, flat):
+        parts = port.draw(order, seed, flat, without=seen.unused_norms)
+        self.x = seen.x.double()
+        self.y = port.run(way.arguments, seen.x).detach().double()
         self.size = self.y.abs().max().clamp(min=1e-30)
         self.kept = {}  # what our layer gave up to some step, by the steps that made it
         try:

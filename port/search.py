@@ -84,10 +84,10 @@ class Search:
         self.tries = []  # for each order of fused rows and each way to call it: three draws
         orders = given.orders(port.fused, reading.heads)
         for order, way in itertools.product(orders, seen.ways):
-            flat = Draw(port, reading, way, seen.x, order, seed=1, flat=True)
+            flat = Draw(port, reading, seen, way, order, seed=1, flat=True)
             if flat.has_the_sizes_of(self.steps):
-                sharp = Draw(port, reading, way, seen.x, order, seed=1, flat=False)
-                other = Draw(port, reading, way, seen.x, order, seed=2, flat=False)
+                sharp = Draw(port, reading, seen, way, order, seed=1, flat=False)
+                other = Draw(port, reading, seen, way, order, seed=2, flat=False)
                 self.tries.append((flat, sharp, other))
 
     def run(self):

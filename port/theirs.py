@@ -73,10 +73,11 @@ class Port:
         self.roles[name] = role
         self.told.add(name)
 
-    def draw(self, order="", seed=1, flat=False):
+    def draw(self, order="", seed=1, flat=False, without=()):
         """Draw weights, and return {role: [part, ...]} of them, in float64.
 
         order: of the rows of a fused weight. flat: W_q = 0, so that all maps are flat.
+        without: names of weights that have no effect. They are drawn, and are nobody's part.
         """
         random = torch.Generator().manual_seed(seed)
         # v is so large that the eps of a norm does not show
@@ -95,7 +96,8 @@ class Port:
                 part += letter in ("norm", "qk_norm")
                 if part.ndim == 3:  # a matrix for each head, (h, C, d) or (h, d, C)
                     part = part.flatten(0, 1).T if letter == "o" else part.mT.flatten(0, 1)
-                parts[letter].append(part.double())
+                if name not in without:
+                    parts[letter].append(part.double())
             drawn[name] = new.requires_grad_()
         self.use(drawn)
         return parts

@@ -138,6 +138,12 @@ def test_an_unused_weight_of_a_norm_does_not_make_a_layer_wrong():
     assert verdict.kind == "CHOICE" and verdict.choices == ["no norm weight"]
 
 
+@pytest.mark.parametrize("kind", [right.SecondNorm, right.WideSecondNorm])
+def test_a_second_norm_that_is_never_used_is_said_and_does_not_change_the_verdict(kind):
+    verdict = diagnose(kind(), 8, 3)
+    assert verdict.kind == "SAME" and "unused norm" in str(verdict) and "norm2" in str(verdict)
+
+
 def test_a_start_from_zeros_is_said_and_does_not_change_the_verdict():
     verdict = diagnose(right.ZeroLambdas(), 8, 3)
     assert verdict.kind == "SAME" and "lambda_q1, lambda_k1" in str(verdict)
