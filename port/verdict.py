@@ -25,7 +25,8 @@ class Verdict:
             self.kind = DIFFERS
         else:
             self.kind = CHOICE if self.choices else SAME
-        self.lines = [self.kind, *map(str, found), *notes]
+        first = self.kind if explained or self.broken else f"{self.kind}, not explained"
+        self.lines = [first, *map(str, found), *notes]
 
     def __str__(self):
         return "\n".join(self.lines)
@@ -51,7 +52,7 @@ def diagnose(layer=None, n_head=8, depth=0, version=1, causal=True, names=None):
         try:
             causes, note = explain(port, seen)
         except NoVerdict as reason:
-            if not found:
+            if not any(finding.kind == BROKEN for finding in found):  # a note is no verdict
                 raise
             note = f"It is not compared with the paper's layer: {reason}"
     found = findings.join(found, causes or []) + notes_on(port, seen)

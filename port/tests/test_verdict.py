@@ -166,6 +166,7 @@ def test_what_is_not_on_the_list_has_no_cause():
     verdict = diagnose(Unknown(), 8, 3)
     assert (verdict.kind, verdict.explained, names(verdict)) == ("DIFFERS", False, set())
     assert "Nothing on the list explains it" in str(verdict)
+    assert str(verdict).startswith("DIFFERS, not explained\n")
 
 
 # ---- what a user may say wrongly
@@ -195,6 +196,15 @@ def test_an_encoder():
 def test_a_sentence_that_helps(kind, said, sentence):
     with pytest.raises(ValueError, match=sentence):
         diagnose(kind(), **dict(n_head=8, depth=3) | said)
+
+
+def test_a_note_is_no_verdict_on_a_layer_that_is_not_compared():
+    class Residual(right.SecondNorm):
+        def forward(self, x):
+            return x + super().forward(x)
+
+    with pytest.raises(ValueError, match="it adds a residual"):
+        diagnose(Residual(), 8, 3)
 
 
 def test_a_class_or_nothing_is_no_layer():
