@@ -84,27 +84,38 @@ FROM_OUTSIDE = [
 
 # what is measured, once our layer equals the port
 BY_NUMBER = [
-    Mistake("one map", DIFFERS, text="The second map has no effect: lambda A_2 is gone, or A_2 is "
-            "A_1."),
-    Mistake("plain softmax", DIFFERS, text="This is softmax attention: nothing is subtracted."),
-    Mistake("scale", DIFFERS, text="Scores are divided by sqrt(d), d being the channels of one "
-            "map's query."),
-    Mistake("lambda", DIFFERS, text="lambda is exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . "
-            "lambda_k2) + lambda_init. Another form learns at another rate."),
-    Mistake("lambda_init", DIFFERS, text="lambda_init is 0.8 - 0.6 exp(-0.3 l), and l counts the "
-            "layers from 0."),
-    Mistake("lambda_init", CHOICE, text="lambda_init is not 0.8 - 0.6 exp(-0.3 l), l counted from "
-            "0. A constant may be meant: the paper tries one, and in a small model here 0.8 in all "
-            "layers did better (0.018 nats behind softmax in place of 0.062, commit 6d48cee)."),
-    Mistake("factor", DIFFERS, text="The normed output is multiplied by 1 - lambda_init. Then "
-            "gradients are as large as a Transformer's."),
-    Mistake("value width", CHOICE, text="A value has 2d channels in the paper, so that V is as "
-            "large as Q."),
-    Mistake("rotary base", CHOICE, text="The theta of the rotary embedding is another one."),
-    Mistake("rotary table", DIFFERS, text="The rotary embedding turns as if theta were 100, the "
-            "root of the paper's. Usual: its table was made for 2d channels."),
-    Mistake("rotary share", CHOICE, text="The rotary embedding turns all channels of a query in "
-            "the paper."),
+    Mistake("one map", DIFFERS, text=(
+        "The second map has no effect: lambda A_2 is gone, or A_2 is A_1. In the paper lambda "
+        "A_2 is subtracted.")),
+    Mistake("plain softmax", DIFFERS, text=(
+        "This is softmax attention: nothing is subtracted. In the paper lambda A_2 is.")),
+    Mistake("scale", DIFFERS, text=(
+        "Scores are divided by another number. In the paper it is sqrt(d), d being the "
+        "channels of one map's query.")),
+    Mistake("lambda", DIFFERS, text=(
+        "lambda has another form, which learns at another rate. In the paper it is "
+        "exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init.")),
+    Mistake("lambda_init", DIFFERS, text=(
+        "lambda_init is not that of this layer. In the paper it is 0.8 - 0.6 exp(-0.3 l), and "
+        "l counts the layers from 0.")),
+    Mistake("lambda_init", CHOICE, text=(
+        "lambda_init is another number. In the paper it is 0.8 - 0.6 exp(-0.3 l), and l "
+        "counts the layers from 0. A constant may be meant: the paper tries one, and in a "
+        "small model here 0.8 in all layers did better (0.018 nats behind softmax in place of "
+        "0.062, commit 6d48cee).")),
+    Mistake("factor", DIFFERS, text=(
+        "The normed output is multiplied by another number. In the paper it is 1 - "
+        "lambda_init, so that gradients are as large as a Transformer's.")),
+    Mistake("value width", CHOICE, text=(
+        "A value has another width. In the paper it has 2d channels, so that V is as large as "
+        "Q, and in version 2 d.")),
+    Mistake("rotary base", CHOICE, text=(
+        "The rotary embedding has another theta. In the paper's code it is 10000.")),
+    Mistake("rotary table", DIFFERS, text=(
+        "The rotary embedding turns as if theta were 100. In the paper's code it is 10000, "
+        "the square. Usual: the table was made for 2d channels.")),
+    Mistake("rotary share", CHOICE, text=(
+        "The rotary embedding turns some channels of a query. In the paper it turns all.")),
 ]
 
 # what is found by trying, one function in place of another
