@@ -37,28 +37,36 @@ import sys
 import traceback
 import warnings
 
-import torch
-
-from port import load
-from port.mistakes import BROKEN, DIFFERS
-from port.problems import NoVerdict, say, their_frames
-from port.verdict import diagnose
+from port.problems import USE_VECTORS, NoVerdict, say, their_frames
 
 
-def main(arguments):
+def main(argv):
     """Print the verdict on the layer of a file, and return the exit code."""
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not argv or argv[0] in ("-h", "--help"):
         print(__doc__.strip())
-        return 0 if arguments else 2
-    path, *lines = arguments
+        return 0 if argv else 2
+    try:
+        import torch
+    except ImportError as problem:
+        return no_verdict(f"PyTorch can't be imported here ({problem}). {USE_VECTORS}")
     torch.set_num_threads(1)  # for tensors as small as these, more are slower
+    path, *lines = argv
+    return judge(path, lines)
+
+
+def judge(path, lines):
+    """Print the verdict on the layer of a file and of further lines, and return the exit code."""
+    from port import load  # here, since these import torch
+    from port.mistakes import BROKEN, DIFFERS
+    from port.verdict import diagnose
+
     warnings.simplefilter("ignore")  # the port's
     sys.argv = [path]  # what we were given is nothing to the file
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # nor are its prints a part of the verdict
             world = load.run(path, lines)
-            arguments = inspect.signature(diagnose).parameters
-            verdict = diagnose(**{name: world[name] for name in arguments if name in world})
+            known = inspect.signature(diagnose).parameters
+            verdict = diagnose(**{name: world[name] for name in known if name in world})
     except NoVerdict as problem:
         return no_verdict(problem)
     except SystemExit:

@@ -72,6 +72,29 @@ def test_a_missing_file_and_no_file(capsys):
     assert "The exit code is 0 for SAME and CHOICE" in capsys.readouterr().out
 
 
+def python(code):
+    top = Path(__file__).parents[2]
+    return subprocess.run([sys.executable, "-c", code], cwd=top, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("argument, code, words", [
+    ("--help", 0, "The exit code is 0 for SAME and CHOICE"),
+    ("myport.py", 2, "PyTorch can't be imported here"),
+    ("myport.py", 2, "For JAX, MLX, numpy, C++ and others there are numbers to compare with"),
+])
+def test_without_torch_it_helps_too(argument, code, words):
+    result = python("import sys; sys.modules['torch'] = None; from port.__main__ import main; "
+                    f"sys.exit(main(['{argument}']))")
+    assert result.returncode == code
+    assert words in result.stdout + result.stderr and "Traceback" not in result.stderr
+
+
+def test_port_alone_does_not_import_torch():
+    result = python("import sys, port; assert 'torch' not in sys.modules; "
+                    "from port import diagnose, Verdict; assert 'torch' in sys.modules")
+    assert result.returncode == 0, result.stderr
+
+
 def test_its_own_prints_are_swallowed(capsys):
     text = HERE + "print('hello')\nlayer, n_head, depth = right.Talkative(), 8, 3"
     assert run(text) == 0
