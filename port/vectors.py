@@ -6,8 +6,10 @@ Write port/vectors.npz: numbers to compare a port with that is not written in Py
 port/vectors.md says what is in it. The values are those of equations.py, which knows nothing of
 model.py; the gradients are model.py's, in float64, where its output equals that of equations.py.
 """
+import argparse
 import math
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -164,6 +166,14 @@ def make():
     return arrays
 
 
-if __name__ == "__main__":
+def main(argv):
+    """Write the file, and print its size."""
+    parser = argparse.ArgumentParser(prog="python -m port.vectors", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(argv)  # it takes no arguments, and knows --help
     np.savez_compressed(FILE, **make())
     print(f"{FILE}: {FILE.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

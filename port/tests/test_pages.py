@@ -2,9 +2,10 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from port import pages, survey
+from port import pages, survey, vectors
 from port.mistakes import MISTAKES
 
 ROOM = Path(__file__).parents[1]
@@ -38,6 +39,17 @@ def test_the_survey_is_whole():
         assert layer["verdict"] == "BROKEN" or not layer["sees_future"]
     for sample in survey.SURVEY["samples"]:
         assert len(survey.layers_of(sample["sample"])) in (0, sample["layers"])
+
+
+@pytest.mark.parametrize("program, argument, code", [
+    (pages, "--help", 0), (pages, "--hlep", 2), (vectors, "--help", 0), (vectors, "--hlep", 2),
+])
+def test_what_writes_a_file_writes_nothing_for_help_or_a_slip(program, argument, code, monkeypatch):
+    monkeypatch.setattr(Path, "write_text", lambda *_, **__: pytest.fail("it writes a page"))
+    monkeypatch.setattr(np, "savez_compressed", lambda *_, **__: pytest.fail("it writes vectors"))
+    with pytest.raises(SystemExit) as end:
+        program.main([argument])
+    assert end.value.code == code
 
 
 def test_the_page_for_an_agent_is_short():
