@@ -64,8 +64,8 @@ def judge(path, lines):
     sys.argv = [path]  # what we were given is nothing to the file
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # nor are its prints a part of the verdict
-            world = load.run(path, lines)
             known = inspect.signature(diagnose).parameters
+            world = load.run(path, lines, known)
             verdict = diagnose(**{name: world[name] for name in known if name in world})
     except NoVerdict as problem:
         return no_verdict(problem)

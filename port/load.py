@@ -1,4 +1,5 @@
 """Run the file that makes a layer, on a CPU, with stand-ins for what can't be imported here."""
+import ast
 import importlib
 import inspect
 import os
@@ -14,9 +15,10 @@ from model import rotate
 from port.problems import NOT_TORCH, USE_VECTORS, NoVerdict, say
 
 
-def run(path, lines):
+def run(path, lines, known):
     """{name: value} of a Python file, with further lines run behind it.
 
+    known: names that the lines may assign, whether or not the file has them.
     NoVerdict, a ValueError with a sentence, if that fails.
     """
     path = Path(path).resolve()
@@ -27,12 +29,29 @@ def run(path, lines):
     sys.modules |= {"flash_attn": stand_in, "triton": None}
     try:
         module = import_with_stand_ins(path, stand_in)
+        refuse_what_is_never_used(lines, vars(module), known)
         exec("\n".join(lines), vars(module))  # in the file's own world, so that its flags change
     except NoVerdict:
         raise
     except Exception as problem:  # the file's own
         raise NoVerdict(say(problem)) from problem
     return vars(module)
+
+
+def refuse_what_is_never_used(lines, world, known):
+    """A misspelt n_heads=4 would be ignored, and the verdict be on something else.
+
+    lines: those behind the file's name. world: what they change. known: what diagnose takes.
+    """
+    assigned = set()
+    used = set(known) | world.keys()
+    for node in ast.walk(ast.parse("\n".join(lines))):
+        if isinstance(node, ast.Assign):
+            assigned |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            used.add(node.id)
+    for name in sorted(assigned - used):
+        raise NoVerdict(f"{name} is assigned and never used. You may say {', '.join(known)}")
 
 
 def import_with_stand_ins(path, stand_in):

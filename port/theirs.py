@@ -4,6 +4,7 @@ import math
 import re
 from collections import defaultdict
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 
@@ -49,6 +50,7 @@ class Port:
     def __init__(self, layer, said, names):
         refuse_what_is_no_layer(layer)
         check(said)
+        names = as_lists(names)
         self.is_function = not isinstance(layer, torch.nn.Module)
         self.layer = (as_module(layer, said) if self.is_function else layer).eval()
         self.arguments = given.wanted(self.layer.forward)
@@ -56,8 +58,8 @@ class Port:
         self.weights = {n: w for n, w in self.layer.named_parameters() if w.requires_grad}
         self.roles = {name: role_of(name, weight) for name, weight in self.weights.items()}
         self.told = set()  # names of weights whose role the user gave
-        for role, some in (names or {}).items():
-            for name in [some] if isinstance(some, str) else some:
+        for role, some in names.items():
+            for name in some:
                 self.tell(role, name)
         letters = [role for role in self.roles.values() if re.fullmatch("[qkv]{2,}", role)]
         self.fused = letters[0] if letters else ""
@@ -164,11 +166,38 @@ class Port:
 
 def check(said):
     """Refuse what can't be meant, with a sentence."""
+    for name in ("n_head", "depth", "version"):
+        number = getattr(said, name)
+        if not isinstance(number, Integral) or isinstance(number, bool):
+            raise NoVerdict(f"{name} is a whole number, not {number!r}")
+    if not isinstance(said.causal, bool):
+        raise NoVerdict(f"causal is True or False, not {said.causal!r}")
+    if said.depth < 0:
+        raise NoVerdict(f"depth counts the layers from 0, so it can't be {said.depth}")
     if said.version not in (1, 2):
         raise NoVerdict(f"version is 1 or 2, not {said.version!r}")
     if said.n_head < 1 or said.n_head * said.version % 2 != 0:
         raise NoVerdict("n_head counts maps, two for each head: it is even, and not "
                         f"{said.n_head}")
+
+
+def as_lists(names):
+    """{role: [name, ...]} of what the user said, which may be one name for a role, or None."""
+    refusal = NoVerdict('names is {role: a name or a list of names}, as {"q": "W_q.weight"}, and '
+                        f"not {names!r}")
+    if names is None:
+        return {}
+    if not isinstance(names, dict):
+        raise refusal
+    found = {}
+    for role, some in names.items():
+        found[role] = [some] if isinstance(some, str) else some
+        if not isinstance(found[role], (list, tuple)):
+            raise refusal
+        for name in (role, *found[role]):
+            if not isinstance(name, str):
+                raise refusal
+    return found
 
 
 def as_module(function, said):

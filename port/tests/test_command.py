@@ -110,6 +110,14 @@ def test_lines_behind_the_file_change_its_flags():
     assert run(text, "RIGHT=True", name="again.py") == 0
 
 
+def test_a_misspelt_word_behind_the_file_is_not_ignored(capsys):
+    assert run(RIGHT, "n_heads=4") == 2
+    error = capsys.readouterr().err
+    assert "n_heads is assigned and never used. You may say layer, n_head" in error
+    helper = ["kv=4", "layer=right.Right(kv)", "n_head=8", "depth=3"]
+    assert run(HERE, *helper, name="again.py") == 0
+
+
 def test_stand_ins_and_relative_imports(capsys):
     """What needs a GPU has a stand-in, and a file may import its neighbours with a dot."""
     Path("code-of-mine").mkdir()

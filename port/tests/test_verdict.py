@@ -191,6 +191,17 @@ def test_an_encoder():
     (wrong.NumpyLayer, dict(), "PyTorch layers only.*port/vectors.md"),
     (right.Right, dict(n_head=7), "is even, and not 7"),
     (right.Right, dict(version=3), "version is 1 or 2, not 3"),
+    (right.Right, dict(n_head="8"), "n_head is a whole number, not '8'"),
+    (right.Right, dict(n_head=8.0), "n_head is a whole number, not 8.0"),
+    (right.Right, dict(depth="3"), "depth is a whole number, not '3'"),
+    (right.Right, dict(depth=None), "depth is a whole number, not None"),
+    (right.Right, dict(depth=-1), "depth counts the layers from 0"),
+    (right.Right, dict(version="1"), "version is a whole number, not '1'"),
+    (right.Right, dict(causal="False"), "causal is True or False, not 'False'"),
+    (right.Right, dict(names=["q"]), r"names is {role: .*and not \['q'\]"),
+    (right.Right, dict(names={"q": 3}), "names is {role: .*and not {'q': 3}"),
+    (right.Right, dict(names={"q": [3]}), "names is {role: "),
+    (right.Right, dict(names={3: "q_proj.weight"}), "names is {role: "),
     (right.Right, dict(names={"q": "W_q"}), "names has 'q': 'W_q'.*the weights are lambda_q1"),
 ])
 def test_a_sentence_that_helps(kind, said, sentence):
