@@ -35,7 +35,6 @@ import inspect
 import io
 import sys
 import traceback
-import warnings
 
 from port.problems import USE_VECTORS, NoVerdict, say, their_frames
 
@@ -56,27 +55,26 @@ def main(argv):
 
 def judge(path, lines):
     """Print the verdict on the layer of a file and of further lines, and return the exit code."""
-    from port import load  # here, since these import torch
+    from port import load, stand_ins  # here, since these import torch
     from port.mistakes import BROKEN, DIFFERS
     from port.verdict import diagnose
 
-    warnings.simplefilter("ignore")  # the port's
-    sys.argv = [path]  # what we were given is nothing to the file
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # nor are its prints a part of the verdict
-            known = inspect.signature(diagnose).parameters
-            world = load.run(path, lines, known)
-            verdict = diagnose(**{name: world[name] for name in known if name in world})
-    except NoVerdict as problem:
-        return no_verdict(problem)
-    except SystemExit:
-        return no_verdict(f"{path} ends the program (sys.exit) before it is judged. Put that under "
-                          "if __name__ == '__main__':")
-    except Exception as problem:
-        if their_frames(problem):  # a mistake of ours would keep its traceback
-            return no_verdict(say(problem))
-        traceback.print_exc()
-        return 2
+    with load.surroundings(path):
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # its prints are no part of the verdict
+                known = inspect.signature(diagnose).parameters
+                world = load.run(path, lines, known)
+                verdict = diagnose(**{name: world[name] for name in known if name in world})
+        except NoVerdict as problem:
+            return no_verdict(stand_ins.explain(str(problem)))
+        except SystemExit:
+            return no_verdict(f"{path} ends the program (sys.exit) before it is judged. Put that "
+                              "under if __name__ == '__main__':")
+        except Exception as problem:
+            if their_frames(problem):  # a mistake of ours would keep its traceback
+                return no_verdict(stand_ins.explain(say(problem)))
+            traceback.print_exc()
+            return 2
     print(verdict)
     return 1 if verdict.kind in (BROKEN, DIFFERS) else 0
 

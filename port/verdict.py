@@ -1,5 +1,5 @@
 """The verdict on a port: what is seen from outside, and what makes the paper's layer into it."""
-from port import findings, misread, outside
+from port import findings, misread, outside, stand_ins
 from port.mistakes import BROKEN, CHOICE, DIFFERS, NOTE, SAME, find
 from port.outside import NOT_SOUND
 from port.problems import NoVerdict
@@ -107,10 +107,12 @@ def notes_on(port, seen):
 
 
 def how_it_was_read(port):
-    """What was said, and what was guessed of weights whose names leave a doubt."""
+    """What was said, what was guessed of weights whose names leave a doubt, and stand-ins."""
     said = port.said
     text = (f"read with n_head={said.n_head}, depth={said.depth}, version={said.version}, "
             f"causal={said.causal}")
     guesses = [f"{name} as {role}" for name, role in port.roles.items()
                if name not in port.told and not is_obvious(name, role)]
-    return ", ".join([text, *in_short(guesses)])
+    packages = stand_ins.packages(stand_ins.in_use())
+    used = [f"a stand-in for {package}" for package in packages]
+    return ", ".join([text, *in_short(guesses), *used])
