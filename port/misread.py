@@ -12,10 +12,10 @@ A_LITTLE = 2  # seconds of one core for each other reading
 def is_a_block(port, way, x):
     """A sentence, if the layer gives something even where all its matrices are 0. Else ""."""
     port.draw()
-    with torch.no_grad():
-        for weight in port.drawn.values():
-            if weight.ndim > 1:
-                weight.zero_()
+    without_matrices = {}
+    for name, weight in port.drawn.items():
+        without_matrices[name] = torch.zeros_like(weight) if weight.ndim > 1 else weight
+    port.use(without_matrices)
     y = port.run(way.arguments, x)
     if y is None or not y.isfinite().all() or y.abs().max() < 1e-6:
         return ""

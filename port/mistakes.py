@@ -29,7 +29,8 @@ class Mistake:
     is_sharp: bool = False  # it does not show where all maps are flat
     needs_lambda: bool = False  # its outputs depend on lambda even where all maps are flat
     is_rare: bool = False  # it counts as two when the fewest mistakes are tried first
-    only: str = ""  # where it is possible: "version 1", "version 2", or "grouped" keys
+    needs_order: bool = False  # it does not show where the order of earlier tokens plays no part
+    only: str = ""  # where it is possible, if not in every layer: see Search.kinds
 
     @property
     def step(self):
@@ -172,20 +173,23 @@ BY_CODE = [
     Mistake("norm after out_proj", DIFFERS, dict(output=wrong.norm_after_out_proj)),
     Mistake("qk-norm", DIFFERS, dict(scores=wrong.scores_of_normed), is_sharp=True),
     Mistake("rotary over both maps", DIFFERS, dict(turn=wrong.turn_both_maps), is_sharp=True,
-            only="version 1"),
+            needs_order=True, only="version 1"),
     Mistake("rotary over both maps", DIFFERS, dict(turn=wrong.turn_both_maps_by_halves),
-            is_sharp=True, only="version 1"),
+            is_sharp=True, needs_order=True, only="version 1"),
     Mistake("no rotary", CHOICE, dict(turn=wrong.no_turn), is_sharp=True),
-    Mistake("no norm weight", CHOICE, dict(gain=wrong.no_gain)),
-    Mistake("norm weight 1 + w", SAME, dict(gain=wrong.gain_from_zero)),
+    Mistake("no norm weight", CHOICE, dict(gain=wrong.no_gain), only="norm without weight"),
+    Mistake("norm weight 1 + w", SAME, dict(gain=wrong.gain_from_zero), only="norm with weight"),
     Mistake("heads alternate", SAME, dict(merge=wrong.merge_alternating)),
     Mistake("maps in blocks", SAME, dict(split=wrong.maps_in_blocks), is_sharp=True),
     Mistake("values in halves", SAME, dict(values=wrong.values_in_halves)),
     Mistake("groups tiled", SAME, dict(group_values=wrong.tile, group_keys=wrong.tile),
             only="grouped"),
-    Mistake("rotary by halves", SAME, dict(turn=wrong.turn_by_halves), is_sharp=True),
-    Mistake("rotary backwards", SAME, dict(turn=wrong.turn_backwards), is_sharp=True),
-    Mistake("rotary backwards", SAME, dict(turn=wrong.turn_backwards_by_halves), is_sharp=True),
+    Mistake("rotary by halves", SAME, dict(turn=wrong.turn_by_halves), is_sharp=True,
+            needs_order=True),
+    Mistake("rotary backwards", SAME, dict(turn=wrong.turn_backwards), is_sharp=True,
+            needs_order=True),
+    Mistake("rotary backwards", SAME, dict(turn=wrong.turn_backwards_by_halves), is_sharp=True,
+            needs_order=True),
 ]
 
 # what the layer is told beside the verdict

@@ -153,27 +153,31 @@ class Search:
 
     def possible(self, is_sharp):
         """The mistakes that are possible in this port: a list of them for each step."""
-        reading, seen, w = self.reading, self.seen, self.tries[0][0].w
-        kinds = ["", f"version {reading.version}"]
-        if w.kv < w.h:
-            kinds.append("grouped")
+        reading, seen = self.reading, self.seen
         found = {}
         for mistake in BY_CODE:
             step = mistake.step
-            if mistake.is_sharp != is_sharp or mistake.only not in kinds:
+            if mistake.is_sharp != is_sharp or mistake.only not in self.kinds():
                 continue
             if reading.causal and mistake.leaks and not seen.sees_future:
                 continue
             if not reading.causal and step == "maps":  # these are about a mask
                 continue
-            if not seen.uses_order and step == "turn" and mistake.name != "no rotary":
-                continue
-            if mistake.name == ("no norm weight" if self.has_gain else "norm weight 1 + w"):
+            if mistake.needs_order and not seen.uses_order:
                 continue
             if reading.version == 0 and (step in NOT_OF_SOFTMAX or mistake.needs_lambda):
                 continue
             found.setdefault(step, []).append(mistake)
         return list(found.values())
+
+    def kinds(self):
+        """What the field `only` of a mistake may say in this port."""
+        w = self.tries[0][0].w
+        found = ["", f"version {self.reading.version}"]
+        if w.kv < w.h:
+            found.append("grouped")
+        found.append("norm with weight" if self.has_gain else "norm without weight")
+        return found
 
     def where_it_failed(self):
         where = "where q and k are split, turned, compared or subtracted"

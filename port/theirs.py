@@ -14,7 +14,8 @@ from port.paper import lambda_init_of
 from port.problems import USE_VECTORS, NoVerdict, how_far, refuse_what_is_no_layer, say
 from port.roles import ROLES, role_of
 
-# what these weights are when drawn, the same in all heads, so that 0 < lambda < 1
+# what these weights are in a first draw, the same in all heads, so that 0 < lambda < 1. In another
+# draw they are half of it: findings.py tells by both whether lambda has the paper's form
 LAMBDAS = {"lambda_q1": 0.35, "lambda_k1": 0.3, "lambda_q2": 0.2, "lambda_k2": 0.1, "lambda": 0.4}
 
 
@@ -40,7 +41,7 @@ class Reading:
 class Way:
     """A way to call a layer."""
 
-    number: int  # of the offer, see port/given.py
+    number: int  # among Port.offers
     arguments: dict  # what forward gets besides x
 
 
@@ -78,7 +79,8 @@ class Port:
     def draw(self, order="", seed=1, flat=False, without=()):
         """Draw weights, and return {role: [part, ...]} of them, in float64.
 
-        order: of the rows of a fused weight. flat: W_q = 0, so that all maps are flat.
+        order: of the rows of a fused weight. Without it nothing of this weight is made larger, and
+        it is one part. flat: W_q = 0, so that all maps are flat.
         without: names of weights that have no effect. They are drawn, and are nobody's part.
         """
         random = torch.Generator().manual_seed(seed)
@@ -91,9 +93,10 @@ class Port:
             size = math.sqrt(max(weight.shape, default=1))
             new = torch.randn(weight.shape, generator=random) / size
             if role in LAMBDAS:
-                new.fill_(LAMBDAS[role] / seed / size)
-            letters = order if role == self.fused else [role]
-            for letter, part in zip(letters, torch.atleast_1d(new).chunk(len(letters) or 1)):
+                number = LAMBDAS[role] if seed == 1 else LAMBDAS[role] / 2
+                new.fill_(number / size)
+            letters = order if order and role == self.fused else [role]
+            for letter, part in zip(letters, torch.atleast_1d(new).chunk(len(letters))):
                 part *= loud.get(letter, 1.0)
                 part += letter in ("norm", "qk_norm")
                 if part.ndim == 3:  # a matrix for each head, (h, C, d) or (h, d, C)
@@ -136,7 +139,7 @@ class Port:
         for T, C in itertools.product([12] + lengths, likely_widths):
             x = self.input(T, C)
             found = []  # [(output, Way), ...]
-            for number, arguments in self.offers(T, C).items():
+            for number, arguments in enumerate(self.offers(T, C)):
                 y = self.run(arguments, x)
                 if y is not None:  # of equal ones the last counts: a layer may keep an old mask
                     found = [old for old in found if not is_equal(old[0], y)]
@@ -146,14 +149,14 @@ class Port:
         raise NoVerdict(self.why_it_does_not_run())
 
     def offers(self, T, C):
-        """{number: arguments} of those offers that differ in what the layer takes."""
-        found = {}
+        """[arguments of forward, ...] of those offers that differ in what the layer takes."""
+        found = []
         said = self.said
-        offers = given.offers(T, C, said.heads, said.depth, said.lambda_init)
-        for number, offer in enumerate(offers):
+        for offer in given.offers(T, C, said.heads, said.depth, said.lambda_init):
             arguments = given.choose(offer, self.arguments)
-            found[tuple(map(id, arguments.values()))] = number, arguments
-        return dict(found.values())
+            if not any(are_the_same(arguments, others) for others in found):
+                found.append(arguments)
+        return found
 
     def why_it_does_not_run(self):
         if not self.weights:
@@ -207,6 +210,11 @@ def as_module(function, said):
     module = ATTENTION[arm](config, said.depth)
     module.forward = lambda x: function(x, dict(module.named_parameters()))
     return module
+
+
+def are_the_same(arguments, others):
+    """Whether the very same tensors and numbers are given."""
+    return all(arguments[name] is others[name] for name in arguments)
 
 
 def is_equal(a, b):

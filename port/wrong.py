@@ -9,6 +9,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from model import NORM_EPS
 from port.paper import is_later, turn
 
 # ---- split: y.unflatten(-1, (n, maps, -1)).permute(0, 2, 3, 1, 4)
@@ -246,7 +247,7 @@ def layer_norm(y, dims):
     """The norm subtracts the mean, as LayerNorm and GroupNorm do. In the paper it is an RMSNorm,
     which does not."""
     y = y - y.mean(dims, keepdim=True)
-    return y * torch.rsqrt(y.square().mean(dims, keepdim=True) + 1e-5)
+    return y * torch.rsqrt(y.square().mean(dims, keepdim=True) + NORM_EPS)
 
 
 def no_gain(weight):
