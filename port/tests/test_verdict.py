@@ -249,3 +249,8 @@ def test_only_what_is_a_guess_is_said():
 
 def test_a_function_of_weights():
     assert diagnose(right.function, 8, 3).kind == "SAME"
+
+
+def test_a_function_of_weights_may_be_read_otherwise_too():
+    with pytest.raises(ValueError, match="is causal = True meant"):
+        diagnose(right.function, 8, 3, causal=False)
