@@ -43,7 +43,7 @@ def refuse_what_is_never_used(lines, world, known):
     """
     assigned = set()
     used = set(known) | world.keys()
-    for node in ast.walk(ast.parse("\n".join(lines))):
+    for node in ast.walk(ast.parse("\n".join(lines), filename="behind the file")):
         if isinstance(node, ast.Assign):
             assigned |= {target.id for target in node.targets if isinstance(target, ast.Name)}
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):

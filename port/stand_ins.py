@@ -91,4 +91,5 @@ def explain(failure):
         if any(mock.mock_calls for mock in stand_in.mocks):
             called.append(stand_in)
     advice = dict.fromkeys(stand_in.advice for stand_in in called or with_mocks)
-    return f"{', '.join(advice)}: a stand-in was called. {failure}"
+    ending = "its stand-in was called" if len(advice) == 1 else "their stand-ins were called"
+    return f"{', '.join(advice)}: {ending}. {failure}"

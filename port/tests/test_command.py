@@ -129,14 +129,14 @@ def test_stand_ins_and_relative_imports(capsys):
 
 @pytest.mark.parametrize("line, words", [
     ("n = torch.arange(no_such_package.size())",
-     "no verdict: install no_such_package: a stand-in was called. TypeError: arange()"),
+     "no verdict: install no_such_package: its stand-in was called. TypeError: arange()"),
     ("from no_such_package.layers import f; a, b = f(3)",
      "ValueError: not enough values to unpack (expected 2, got 0) (myport.py, line 4: "
      "from no_such_package.layers import f; a, b = f(3)) (a stand-in was used for no_such"),
     ("from flash_attn import varlen; n = torch.arange(varlen(3))",
-     "no verdict: do without flash_attn, which needs a GPU: a stand-in was called"),
+     "no verdict: do without flash_attn, which needs a GPU: its stand-in was called"),
     ("f = no_such_package.f; L.forward = lambda self, x: f(x); layer = L()",
-     "install no_such_package: a stand-in was called. the layer does not run: TypeError: it gives "
+     "install no_such_package: its stand-in was called. the layer does not run: TypeError: it gives "
      "a unittest.mock.MagicMock, and no tensor"),
 ])
 def test_what_a_stand_in_has_to_do_with_a_failure_is_said(line, words, capsys):
