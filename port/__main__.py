@@ -35,40 +35,46 @@ import inspect
 import io
 import sys
 import traceback
-import warnings
 
-import torch
-
-from port import load
-from port.mistakes import BROKEN, DIFFERS
-from port.problems import NoVerdict, say, their_frames
-from port.verdict import diagnose
+from port.problems import USE_VECTORS, NoVerdict, say, their_frames
 
 
-def main(arguments):
+def main(argv):
     """Print the verdict on the layer of a file, and return the exit code."""
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not argv or argv[0] in ("-h", "--help"):
         print(__doc__.strip())
-        return 0 if arguments else 2
-    path, *lines = arguments
-    torch.set_num_threads(1)  # for tensors as small as these, more are slower
-    warnings.simplefilter("ignore")  # the port's
-    sys.argv = [path]  # what we were given is nothing to the file
+        return 0 if argv else 2
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # nor are its prints a part of the verdict
-            world = load.run(path, lines)
-            arguments = inspect.signature(diagnose).parameters
-            verdict = diagnose(**{name: world[name] for name in arguments if name in world})
-    except NoVerdict as problem:
-        return no_verdict(problem)
-    except SystemExit:
-        return no_verdict(f"{path} ends the program (sys.exit) before it is judged. Put that under "
-                          "if __name__ == '__main__':")
-    except Exception as problem:
-        if their_frames(problem):  # a mistake of ours would keep its traceback
-            return no_verdict(say(problem))
-        traceback.print_exc()
-        return 2
+        import torch
+    except ImportError as problem:
+        return no_verdict(f"PyTorch can't be imported here ({problem}). {USE_VECTORS}")
+    torch.set_num_threads(1)  # for tensors as small as these, more are slower
+    path, *lines = argv
+    return judge(path, lines)
+
+
+def judge(path, lines):
+    """Print the verdict on the layer of a file and of further lines, and return the exit code."""
+    from port import load, stand_ins  # here, since these import torch
+    from port.mistakes import BROKEN, DIFFERS
+    from port.verdict import diagnose
+
+    with load.surroundings(path):
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # its prints are no part of the verdict
+                known = inspect.signature(diagnose).parameters
+                world = load.run(path, lines, known)
+                verdict = diagnose(**{name: world[name] for name in known if name in world})
+        except NoVerdict as problem:
+            return no_verdict(stand_ins.explain(str(problem)))
+        except SystemExit:
+            return no_verdict(f"{path} ends the program (sys.exit) before it is judged. Put that "
+                              "under if __name__ == '__main__':")
+        except Exception as problem:
+            if their_frames(problem):  # a mistake of ours would keep its traceback
+                return no_verdict(stand_ins.explain(say(problem)))
+            traceback.print_exc()
+            return 2
     print(verdict)
     return 1 if verdict.kind in (BROKEN, DIFFERS) else 0
 

@@ -1,47 +1,70 @@
 """Our layer beside the port: the same weights and input, and how far the outputs are apart."""
 import copy
 import math
-from types import SimpleNamespace
 
 import torch
 
 from port import paper
-from port.theirs import LAMBDAS
 
 EXACT = 5e-6  # a fit that is nearer than this gets no better in float32
 
 
-def ours(parts, port):
-    """w of port/paper.py: weights, sizes and numbers of our layer, made of parts of theirs."""
-    w = SimpleNamespace(h=port.heads, lambda_init=port.lambda_init, factor=1.0)
-    w.is_theta_fitted = False
-    w.q, w.k, w.v = [torch.cat(parts[letter]) for letter in "qkv"]
-    for role in LAMBDAS:
-        setattr(w, role, (parts[role] or [torch.zeros(1)])[0])
-    paper.set_sizes(w, port.version)
-    w.gate = torch.cat(parts["gate"] or [w.q])
+def ours(parts, reading):
+    """w of port/paper.py, made of the parts of their weights. See Port.draw."""
+    w = paper.Weights(
+        version=reading.version,
+        h=reading.heads,
+        q=torch.cat(parts["q"]),
+        k=torch.cat(parts["k"]),
+        v=torch.cat(parts["v"]),
+        lambda_init=reading.lambda_init,
+    )
+    for role in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+        if parts[role]:
+            setattr(w, role, parts[role][0])
+    if reading.version == 2:
+        w.gate = torch.cat(parts["gate"])
     w.o = torch.cat(parts["o"], 1) if parts["o"] else torch.eye(w.h * w.d_v).double()
     norms = [part.flatten() for part in parts["norm"]]
-    gains = [part for part in norms if len(part) in (w.d_v, w.h * w.d_v)]
-    if len(gains) != w.h:  # no norm for each head, but one, perhaps in two factors, or none
-        gains = [math.prod(gains) if gains else torch.arange(w.d_v) + 1.0]  # 1 would not show
-    w.norm = torch.cat(gains).reshape(-1, 1, w.d_v).expand(w.h, 1, w.d_v)
-    w.output_norm = math.prod(part for part in norms if len(part) == len(w.o))  # 1 if there is none
-    w.output_norm = torch.ones(len(w.o)).double() * w.output_norm
+    w.norm = norm_of_heads(norms, w)
+    w.output_norm = norm_of_outputs(norms, w)
     return w
+
+
+def norm_of_heads(norms, w):
+    """(h, 1, d_v): a weight for each head, or one for all, which may be in several factors."""
+    fitting = [norm for norm in norms if len(norm) in (w.d_v, w.h * w.d_v)]
+    if not fitting:
+        weight = torch.arange(w.d_v) + 1.0  # the port has none. A weight of ones would not show
+    elif len(fitting) == w.h:
+        weight = torch.cat(fitting)
+    else:
+        weight = math.prod(fitting)
+    return weight.reshape(-1, 1, w.d_v).expand(w.h, 1, w.d_v)
+
+
+def norm_of_outputs(norms, w):
+    """(C): the weight of a norm behind o, or ones."""
+    weight = torch.ones(len(w.o)).double()
+    for norm in norms:
+        if len(norm) == len(w.o):
+            weight = weight * norm
+    return weight
 
 
 class Draw:
     """One draw of the port's weights, with the port's output for it, and our layer's."""
 
-    def __init__(self, port, way, x, order, seed, flat):
-        parts = port.draw(order, seed, flat)
-        self.x = x.double()
-        self.y = port.run(way, x).detach().double()
+    def __init__(self, port, reading, seen, way, order, seed, flat):
+        parts = port.draw(order, seed, flat, without=seen.unused_norms)
+        self.is_flat = flat
+        self.x = seen.x.double()
+        self.y = port.run(way.arguments, seen.x).detach().double()
         self.size = self.y.abs().max().clamp(min=1e-30)
-        self.kept = {}  # what our layer gave up to some step, by the steps that made it
+        self.projections = {}  # q, k and v, by the steps that make them
+        self.flat_heads = {}  # the heads' outputs, by the steps that make them where maps are flat
         try:
-            self.w = ours(parts, port)
+            self.w = ours(parts, reading)
         except (RuntimeError, ValueError, IndexError, ZeroDivisionError):
             self.w = None  # the weights do not have the sizes of such a layer
 
@@ -49,24 +72,30 @@ class Draw:
         if self.w is None:
             return False
         try:
-            self.difference(steps, self.w)
+            self.difference(self.heads(steps), self.w, steps)
         except RuntimeError:
             return False
         return True
 
     def error(self, steps):
-        """The largest difference, relative to the largest output, with the paper's numbers."""
+        """The largest difference, relative to the largest output, where all maps are flat.
+
+        lambda_init is the paper's. Where W_q = 0 neither the scale nor the steps turn and scores
+        play a part, so what the heads give is kept without regard to them.
+        """
+        assert self.is_flat
         key = (steps.split, steps.values, steps.group_keys, steps.group_values, steps.maps,
                steps.lam, steps.subtract)
         try:
-            if key not in self.kept:
-                self.kept[key] = self.heads(steps, self.w)
-            return self.largest(self.difference(steps, self.w, self.kept[key]))
+            if key not in self.flat_heads:
+                self.flat_heads[key] = self.heads(steps)
+            difference, _ = self.difference(self.flat_heads[key], self.w, steps)
+            return self.largest(difference)
         except RuntimeError:  # the sizes do not fit such a mistake
             return math.inf
 
     def fit(self, steps, turned=None, theta=None):
-        """(error, w) with the lambda_init and the scale that fit best.
+        """(error, w) with the lambda_init, scale and factor that fit best, by Gauss-Newton.
 
         With turned and theta, that many channels turn, and theta is fitted, too, from there on.
         """
@@ -74,54 +103,62 @@ class Draw:
         numbers = [w.lambda_init, math.log(w.scale)]
         if theta is not None:
             w.turned = turned
-            w.is_theta_fitted = True
             numbers.append(math.log(theta))
         numbers = torch.tensor(numbers).double()
         try:
-            now = self.difference_at(numbers, steps, w)
+            now, w.factor = self.difference_at(numbers, w, steps)
             stalls = 0
-            for _ in range(6 if theta is None else 12):  # of Gauss-Newton
+            for _ in range(6 if theta is None else 12):
                 if self.largest(now) < EXACT or stalls == 2:
                     break
-                slopes = []
-                for small in torch.eye(len(numbers)).double() * 1e-6:
-                    slopes.append((self.difference_at(numbers + small, steps, w) - now) * 1e6)
-                slopes = torch.stack(slopes, 1).nan_to_num()
-                inverse = torch.linalg.pinv(slopes.T @ slopes, rtol=1e-12)
-                numbers = numbers - (inverse @ slopes.T @ now).clamp(-1, 1)
+                numbers = numbers + self.step(numbers, now, w, steps)
                 before = now
-                now = self.difference_at(numbers, steps, w)
+                now, w.factor = self.difference_at(numbers, w, steps)
                 if now.norm() > 0.9 * before.norm():  # it hardly comes nearer
                     stalls += 1
             return self.largest(now), w
         except RuntimeError:
             return math.inf, w
 
-    def difference_at(self, numbers, steps, w):
+    def step(self, numbers, now, w, steps):
+        """A step of Gauss-Newton: what to add to the numbers, so that the difference vanishes."""
+        slopes = []
+        for small in torch.eye(len(numbers)).double() * 1e-6:
+            ahead, _ = self.difference_at(numbers + small, w, steps)
+            slopes.append((ahead - now) * 1e6)
+        slopes = torch.stack(slopes, 1).nan_to_num()
+        inverse = torch.linalg.pinv(slopes.T @ slopes, rtol=1e-12)
+        return -(inverse @ slopes.T @ now).clamp(-1, 1)
+
+    def difference_at(self, numbers, w, steps):
+        """The difference with these lambda_init, log(scale) and perhaps log(theta) put into w."""
         w.lambda_init = numbers[0]
         w.scale = numbers[1].exp()
-        if w.is_theta_fitted:
+        if len(numbers) == 2:
+            q, k, v = self.project(steps)
+        else:
             w.theta = numbers[2].exp()
-        return self.difference(steps, w)
+            q, k, v = paper.project(self.x, w, steps)
+        heads = paper.attend(q, k, v, steps.lam(self.x, w), w, steps)
+        return self.difference(heads, w, steps)
 
-    def difference(self, steps, w, heads=None):
-        """Of the port from our layer, with the factor that fits best: (B * T * C)."""
-        w.factor = 1.0
-        y = steps.output(self.heads(steps, w) if heads is None else heads, w, steps)
-        w.factor = (y * self.y).sum() / y.square().sum()
-        return (self.y - w.factor * y).flatten().nan_to_num(math.inf)
+    def difference(self, heads, w, steps):
+        """(port minus our layer, as (B * T * C); the factor of ours by which it is smallest)."""
+        y = steps.output(heads, w, steps)
+        factor = (y * self.y).sum() / y.square().sum()
+        return (self.y - factor * y).flatten().nan_to_num(math.inf), factor
 
-    def heads(self, steps, w):
-        return paper.attend(*self.projected(steps, w), steps.lam(self.x, w), w, steps)
+    def heads(self, steps):
+        """What the heads of our layer give, (B, h, T, d_v), with the numbers of the paper."""
+        q, k, v = self.project(steps)
+        return paper.attend(q, k, v, steps.lam(self.x, self.w), self.w, steps)
 
-    def projected(self, steps, w):
-        """q, k and v. They are kept, unless theta is being fitted."""
-        if w.is_theta_fitted:
-            return paper.project(self.x, w, steps)
+    def project(self, steps):
+        """q, k and v with the paper's theta. They are kept."""
         key = (steps.split, steps.values, steps.group_keys, steps.group_values, steps.turn)
-        if key not in self.kept:
-            self.kept[key] = paper.project(self.x, w, steps)
-        return self.kept[key]
+        if key not in self.projections:
+            self.projections[key] = paper.project(self.x, self.w, steps)
+        return self.projections[key]
 
     def largest(self, difference):
         return (difference.abs().max() / self.size).item()

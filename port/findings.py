@@ -43,25 +43,25 @@ def join(seen, causes):
     return [finding for finding in seen + causes if finding.name not in dropped]
 
 
-def from_search(port, found):
+def from_search(found, tolerance):
     """Findings of the mistakes, and of the fitted numbers that are not the paper's."""
-    w = found.w
-    near = max(1e-3, port.tolerance)  # numbers that are closer than this count as equal
+    reading, w = found.reading, found.w
+    near = max(1e-3, tolerance)  # numbers that are closer than this count as equal
     findings = [Finding(mistake) for mistake in found.mistakes]
-    lambda_init = port.lambda_init
-    if port.version == 0:
+    lambda_init = reading.lambda_init
+    if reading.version == 0:
         findings.append(Finding(find("plain softmax")))
-    if port.version == 1:
+    if reading.version == 1:
         # of two draws, whose lambda vectors differ. In the paper's form both give one lambda_init
         is_of_the_paper = w.exp_part.any() and abs(w.lambda_init - found.again.lambda_init) < near
         if is_of_the_paper:
             lambda_init = float(w.lambda_init)
-            findings += of_lambda_init(lambda_init, port.depth, near)
+            findings += of_lambda_init(lambda_init, reading.depth, near)
         else:
             findings += of_lambda(float((w.exp_part + w.lambda_init).mean()), near)
     findings += of_number("scale", math.sqrt(w.d), w.scale, near)
     findings += of_number("factor", 1 - lambda_init, w.factor, near)
-    if port.version > 0:
+    if reading.version > 0:
         findings += of_number("value width", w.paper_d_v, w.d_v, near)
     return findings + of_rotary(w, near)
 

@@ -29,7 +29,8 @@ class Mistake:
     is_sharp: bool = False  # it does not show where all maps are flat
     needs_lambda: bool = False  # its outputs depend on lambda even where all maps are flat
     is_rare: bool = False  # it counts as two when the fewest mistakes are tried first
-    only: str = ""  # where it is possible: "version 1", "version 2", or "grouped" keys
+    needs_order: bool = False  # it does not show where the order of earlier tokens plays no part
+    only: str = ""  # where it is possible, if not in every layer: see Search.kinds
 
     @property
     def step(self):
@@ -84,27 +85,38 @@ FROM_OUTSIDE = [
 
 # what is measured, once our layer equals the port
 BY_NUMBER = [
-    Mistake("one map", DIFFERS, text="The second map has no effect: lambda A_2 is gone, or A_2 is "
-            "A_1."),
-    Mistake("plain softmax", DIFFERS, text="This is softmax attention: nothing is subtracted."),
-    Mistake("scale", DIFFERS, text="Scores are divided by sqrt(d), d being the channels of one "
-            "map's query."),
-    Mistake("lambda", DIFFERS, text="lambda is exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . "
-            "lambda_k2) + lambda_init. Another form learns at another rate."),
-    Mistake("lambda_init", DIFFERS, text="lambda_init is 0.8 - 0.6 exp(-0.3 l), and l counts the "
-            "layers from 0."),
-    Mistake("lambda_init", CHOICE, text="lambda_init is not 0.8 - 0.6 exp(-0.3 l), l counted from "
-            "0. A constant may be meant: the paper tries one, and in a small model here 0.8 in all "
-            "layers did better (0.018 nats behind softmax in place of 0.062, commit 6d48cee)."),
-    Mistake("factor", DIFFERS, text="The normed output is multiplied by 1 - lambda_init. Then "
-            "gradients are as large as a Transformer's."),
-    Mistake("value width", CHOICE, text="A value has 2d channels in the paper, so that V is as "
-            "large as Q."),
-    Mistake("rotary base", CHOICE, text="The theta of the rotary embedding is another one."),
-    Mistake("rotary table", DIFFERS, text="The rotary embedding turns as if theta were 100, the "
-            "root of the paper's. Usual: its table was made for 2d channels."),
-    Mistake("rotary share", CHOICE, text="The rotary embedding turns all channels of a query in "
-            "the paper."),
+    Mistake("one map", DIFFERS, text=(
+        "The second map has no effect: lambda A_2 is gone, or A_2 is A_1. In the paper lambda "
+        "A_2 is subtracted.")),
+    Mistake("plain softmax", DIFFERS, text=(
+        "This is softmax attention: nothing is subtracted. In the paper lambda A_2 is.")),
+    Mistake("scale", DIFFERS, text=(
+        "Scores are divided by another number. In the paper it is sqrt(d), d being the "
+        "channels of one map's query.")),
+    Mistake("lambda", DIFFERS, text=(
+        "lambda has another form, which learns at another rate. In the paper it is "
+        "exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init.")),
+    Mistake("lambda_init", DIFFERS, text=(
+        "lambda_init is not that of this layer. In the paper it is 0.8 - 0.6 exp(-0.3 l), and "
+        "l counts the layers from 0.")),
+    Mistake("lambda_init", CHOICE, text=(
+        "lambda_init is another number. In the paper it is 0.8 - 0.6 exp(-0.3 l), and l "
+        "counts the layers from 0. A constant may be meant: the paper tries one, and in a "
+        "small model here 0.8 in all layers did better (0.018 nats behind softmax in place of "
+        "0.062, commit 6d48cee).")),
+    Mistake("factor", DIFFERS, text=(
+        "The normed output is multiplied by another number. In the paper it is 1 - "
+        "lambda_init, so that gradients are as large as a Transformer's.")),
+    Mistake("value width", CHOICE, text=(
+        "A value has another width. In the paper it has 2d channels, so that V is as large as "
+        "Q, and in version 2 d.")),
+    Mistake("rotary base", CHOICE, text=(
+        "The rotary embedding has another theta. In the paper's code it is 10000.")),
+    Mistake("rotary table", DIFFERS, text=(
+        "The rotary embedding turns as if theta were 100. In the paper's code it is 10000, "
+        "the square. Usual: the table was made for 2d channels.")),
+    Mistake("rotary share", CHOICE, text=(
+        "The rotary embedding turns some channels of a query. In the paper it turns all.")),
 ]
 
 # what is found by trying, one function in place of another
@@ -161,20 +173,23 @@ BY_CODE = [
     Mistake("norm after out_proj", DIFFERS, dict(output=wrong.norm_after_out_proj)),
     Mistake("qk-norm", DIFFERS, dict(scores=wrong.scores_of_normed), is_sharp=True),
     Mistake("rotary over both maps", DIFFERS, dict(turn=wrong.turn_both_maps), is_sharp=True,
-            only="version 1"),
+            needs_order=True, only="version 1"),
     Mistake("rotary over both maps", DIFFERS, dict(turn=wrong.turn_both_maps_by_halves),
-            is_sharp=True, only="version 1"),
+            is_sharp=True, needs_order=True, only="version 1"),
     Mistake("no rotary", CHOICE, dict(turn=wrong.no_turn), is_sharp=True),
-    Mistake("no norm weight", CHOICE, dict(gain=wrong.no_gain)),
-    Mistake("norm weight 1 + w", SAME, dict(gain=wrong.gain_from_zero)),
+    Mistake("no norm weight", CHOICE, dict(gain=wrong.no_gain), only="norm without weight"),
+    Mistake("norm weight 1 + w", SAME, dict(gain=wrong.gain_from_zero), only="norm with weight"),
     Mistake("heads alternate", SAME, dict(merge=wrong.merge_alternating)),
     Mistake("maps in blocks", SAME, dict(split=wrong.maps_in_blocks), is_sharp=True),
     Mistake("values in halves", SAME, dict(values=wrong.values_in_halves)),
     Mistake("groups tiled", SAME, dict(group_values=wrong.tile, group_keys=wrong.tile),
             only="grouped"),
-    Mistake("rotary by halves", SAME, dict(turn=wrong.turn_by_halves), is_sharp=True),
-    Mistake("rotary backwards", SAME, dict(turn=wrong.turn_backwards), is_sharp=True),
-    Mistake("rotary backwards", SAME, dict(turn=wrong.turn_backwards_by_halves), is_sharp=True),
+    Mistake("rotary by halves", SAME, dict(turn=wrong.turn_by_halves), is_sharp=True,
+            needs_order=True),
+    Mistake("rotary backwards", SAME, dict(turn=wrong.turn_backwards), is_sharp=True,
+            needs_order=True),
+    Mistake("rotary backwards", SAME, dict(turn=wrong.turn_backwards_by_halves), is_sharp=True,
+            needs_order=True),
 ]
 
 # what the layer is told beside the verdict

@@ -1,6 +1,7 @@
 """What is seen of a layer from outside, whatever its weights are called and however it is made."""
 import itertools
 import re
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -8,6 +9,8 @@ from port import given
 from port.roles import in_short
 
 LONGER = (272, 136, 34)  # tokens. Layers that work in pieces have pieces of 16 to 256
+TOLERANCE = 1e-5  # of the largest output. float32 makes 2e-6
+NOT_SOUND = {"NaN", "random", "mixes samples"}  # then nothing else is looked at or compared
 IS_SWITCH = "flash|fused|sdpa|triton|kernel|train"
 
 
@@ -22,90 +25,132 @@ def rounding(port, way, x):
     A smooth function moves by as much for x + dx as it does back for x - dx, but for a millionth.
     What is left of the sum of both is rounding: 1e-6 in float32, 1e-3 where it casts to float16.
     """
-    y = port.run(way, x)
-    if not y.isfinite().all() or not torch.equal(port.run(way, x), y):
+    y = port.run(way.arguments, x)
+    if not y.isfinite().all() or not torch.equal(port.run(way.arguments, x), y):
         return 0.0
     found = []
     for seed in range(5):
         dx = 3e-4 * x * torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
-        ahead, back = port.run(way, x + dx), port.run(way, x - dx)
+        ahead, back = port.run(way.arguments, x + dx), port.run(way.arguments, x - dx)
         found.append(apart(ahead + back, 2 * y).max().item())
     return sorted(found)[2]  # the median: a kink, as of a relu, shows in few of them
 
 
-def look(port, way, x):
-    """{mistake: detail} of the layer, as it is called in this way."""
-    y = port.run(way, x)
-    if not y.isfinite().all():
-        return {"NaN": ""}
-    if apart(port.run(way, x), y).max() > port.tolerance:
-        return {"random": ""}
-    seen = look_at_tokens(port, way, x, y)
-    dead = [set(without_gradient(port, way, x, seed)) for seed in (1, 2)]
+@dataclass(frozen=True)
+class Seen:
+    """What looking at a layer from outside has found."""
+
+    x: torch.Tensor  # the text for which it was looked at
+    ways: list  # those ways to call the layer in which least is wrong
+    tolerance: float  # what is nearer than this counts as equal, relative to the largest output
+    mistakes: dict  # {name of a mistake: detail}
+    unused_norms: frozenset = frozenset()  # names of weights of norms that have no effect
+    sees_future: bool = False  # within x: a longer text may show another leak
+    uses_order: bool = True  # the order of earlier tokens matters
+
+
+def look(port, x, ways):
+    """Seen, in the best ways to call the layer.
+
+    Some ways give a mask, and some none, so the ones in which least is wrong are meant.
+    """
+    tolerance = max(TOLERANCE, 4 * rounding(port, ways[0], x))
+    found = [look_in_one_way(port, Seen(x, [way], tolerance, {})) for way in ways]
+    best = min(found, key=lambda seen: len(seen.mistakes))
+    ways = [seen.ways[0] for seen in found if len(seen.mistakes) == len(best.mistakes)]
+    best = replace(best, ways=ways)
+    if port.said.causal and best.mistakes.keys().isdisjoint(NOT_SOUND) and not best.sees_future:
+        best = replace(best, mistakes=look_further(port, best) | best.mistakes)
     port.draw()
-    dead = [name for name in port.weights if name in dead[0] & dead[1]]
+    return replace(best, uses_order=any(uses_order(port, best, way) for way in best.ways))
+
+
+def look_in_one_way(port, seen):
+    """Seen, of a layer that is called in the only way of seen."""
+    x, way = seen.x, seen.ways[0]
+    y = port.run(way.arguments, x)
+    if not y.isfinite().all():
+        return replace(seen, mistakes={"NaN": ""})
+    if apart(port.run(way.arguments, x), y).max() > seen.tolerance:
+        return replace(seen, mistakes={"random": ""})
+    mistakes = look_at_tokens(port, seen, y)
+    dead = dead_weights(port, way, x)
     norms = [name for name in dead if port.roles[name] == "norm"]
     others = [name for name in dead if port.roles[name] != "norm"]
-    seen |= {"unused norm": ", ".join(in_short(norms))} if norms else {}
-    seen |= {"dead weights": ", ".join(in_short(others))} if others else {}
-    switch = switch_that_matters(port, way, x, y)
-    return seen | ({"switch": switch} if switch else {})
+    if norms:
+        mistakes["unused norm"] = ", ".join(in_short(norms))
+    if others:
+        mistakes["dead weights"] = ", ".join(in_short(others))
+    switch = switch_that_matters(port, seen, y)
+    if switch:
+        mistakes["switch"] = switch
+    return replace(seen, mistakes=mistakes, unused_norms=frozenset(norms),
+                   sees_future="sees the future" in mistakes)
 
 
-def look_at_tokens(port, way, x, y):
-    """What a change of one token, or the end of the text, does to the others."""
+def look_at_tokens(port, seen, y):
+    """{mistake: detail}: what a change of one token, or of the length, does to the others."""
+    x, way = seen.x, seen.ways[0]
     T = x.shape[1]
     moved = torch.zeros(T, 2, T)  # [i, b, j]: token j of sample b, by token i of sample 0
     for i in range(T):
         other = x.clone()
         other[0, i] = x[1, i]
-        moved[i] = apart(port.run(way, other), y)
+        moved[i] = apart(port.run(way.arguments, other), y)
     later, earlier = moved[:, 0].triu(1), moved[:, 0].tril(-1)  # than the changed token
-    prefix = port.run(way, x[:, : T // 2])
-    seen = {}
-    if port.causal and earlier.max() > port.tolerance:
+    prefix = port.run(way.arguments, x[:, : T // 2])
+    found = {}
+    if port.said.causal and earlier.max() > seen.tolerance:
         i, j = divmod(earlier.argmax().item(), T)
-        seen["sees the future"] = f"Token {i} moves token {j} by {earlier.max():.1%}."
-        if earlier[torch.ones(T, T).tril(-1) == 1].min() > port.tolerance:
-            seen["sees the future"] += (" Each token moves all earlier ones. If the layer is an "
-                                        "encoder, say causal = False.")
-    elif port.causal and prefix is not None:
-        if apart(prefix, y[:, : T // 2]).max() > port.tolerance:
-            seen["length"] = ""
-    if later.max() < port.tolerance:
-        seen["no past"] = ""
-    if moved[:, 1].max() > port.tolerance:
-        seen["mixes samples"] = f"By {moved[:, 1].max():.1%}."
-    return seen
+        found["sees the future"] = f"Token {i} moves token {j} by {earlier.max():.1%}."
+        if earlier[torch.ones(T, T).tril(-1) == 1].min() > seen.tolerance:
+            found["sees the future"] += (" Each token moves all earlier ones. If the layer is an "
+                                         "encoder, say causal = False.")
+    elif port.said.causal and prefix is not None:
+        if apart(prefix, y[:, : T // 2]).max() > seen.tolerance:
+            found["length"] = ""
+    if later.max() < seen.tolerance:
+        found["no past"] = ""
+    if moved[:, 1].max() > seen.tolerance:
+        found["mixes samples"] = f"By {moved[:, 1].max():.1%}."
+    return found
 
 
-def sees_the_last_token(port, way, x):
-    """Whether earlier outputs depend on the last token."""
-    other = x.clone()
+def sees_the_last_token(port, seen):
+    """Whether earlier outputs depend on the last token, in any way to call the layer."""
+    other = seen.x.clone()
     other[:, -1] = other[:, -1].flip(0)
-    return apart(port.run(way, other), port.run(way, x))[:, :-1].max() > port.tolerance
+    for way in seen.ways:
+        moved = apart(port.run(way.arguments, other), port.run(way.arguments, seen.x))
+        if moved[:, :-1].max() > seen.tolerance:
+            return True
+    return False
 
 
-def uses_order(port, way, x):
+def uses_order(port, seen, way):
     """Whether the last token's output depends on the order of the tokens before it."""
-    order = [*reversed(range(x.shape[1] - 1)), x.shape[1] - 1]
-    changed = port.run(way, x[:, order])
-    return changed is None or apart(changed, port.run(way, x))[:, -1].max() > port.tolerance
+    last = seen.x.shape[1] - 1
+    order = [*reversed(range(last)), last]
+    changed = port.run(way.arguments, seen.x[:, order])
+    if changed is None:
+        return True
+    return apart(changed, port.run(way.arguments, seen.x))[:, -1].max() > seen.tolerance
 
 
-def look_further(port, x):
+def look_further(port, seen):
     """{"sees the future": detail}, if a longer text shows a leak that x is too short for."""
-    for T, number in itertools.product(LONGER, port.way_numbers):
-        longer = port.input(T, x.shape[2])
-        way = port.offers(T, x.shape[2])[number]
-        y = port.run(way, longer)
+    C = seen.x.shape[2]
+    for T, way in itertools.product(LONGER, seen.ways):
+        longer = port.input(T, C)
+        arguments = port.offers(T, C)[way.number]
+        y = port.run(arguments, longer)
         if y is None or not y.isfinite().all():
             continue  # it can't read so much
         for start in (T // 3, T // 2 + 1, T - 1):
             other = longer.clone()
             other[:, start:] = other[:, start:].flip(0)  # the rest of the other sample
-            moved = apart(port.run(way, other), y)[:, :start].amax(0)
-            if moved.max() > port.tolerance:
+            moved = apart(port.run(arguments, other), y)[:, :start].amax(0)
+            if moved.max() > seen.tolerance:
                 j = moved.argmax().item()
                 return {"sees the future": f"In a text of {T} tokens the ones from {start} on move "
                                            f"token {j} by {moved[j]:.1%}."}
@@ -113,10 +158,18 @@ def look_further(port, x):
     return {}
 
 
+def dead_weights(port, way, x):
+    """Names of the weights that have no effect in two draws of them."""
+    first = without_gradient(port, way, x, seed=1)
+    second = without_gradient(port, way, x, seed=2)
+    port.draw()
+    return [name for name in first if name in second]
+
+
 def without_gradient(port, way, x, seed):
     """Names of the weights of which some row has no effect on the output."""
     port.draw(seed=seed)
-    y = port.run(way, x)
+    y = port.run(way.arguments, x)
     weights = {}
     for name, weight in port.drawn.items():
         role = port.roles[name]
@@ -128,25 +181,26 @@ def without_gradient(port, way, x, seed):
     return [name for name, g in zip(weights, gradients) if not g.any(-1).all()]
 
 
-def switch_that_matters(port, way, x, y):
+def switch_that_matters(port, seen, y):
     """The name of a switch that changes the output, of a module's or of forward's, or ""."""
+    arguments = seen.ways[0].arguments
     for module, name in [(m, name) for m in port.layer.modules() for name in vars(m)]:
         value = getattr(module, name)
         if type(value) is bool and re.search(IS_SWITCH, name):
             setattr(module, name, not value)
-            matters = matters_now(port, way, x, y)
+            matters = matters_now(port, arguments, seen, y)
             setattr(module, name, value)
             if matters:
                 return name
     for name, value in given.boolean_arguments(port.layer.forward).items():
-        if re.search(IS_SWITCH, name) and matters_now(port, way | {name: not value}, x, y):
+        if re.search(IS_SWITCH, name) and matters_now(port, arguments | {name: not value}, seen, y):
             return name
     return ""
 
 
-def matters_now(port, way, x, y):
-    z, again = port.run(way, x), port.run(way, x)  # equal without dropout
-    return z is not None and torch.equal(z, again) and apart(z, y).max() > port.tolerance
+def matters_now(port, arguments, seen, y):
+    z, again = port.run(arguments, seen.x), port.run(arguments, seen.x)  # equal without dropout
+    return z is not None and torch.equal(z, again) and apart(z, y).max() > seen.tolerance
 
 
 def starts_from_zeros(port, way, x):
@@ -159,9 +213,9 @@ def starts_from_zeros(port, way, x):
     weights = {}
     for name, weight in port.weights.items():
         weights[name] = weight.detach().float().clone().requires_grad_()
-    port.drawn = weights
+    port.use(weights)
     for _ in range(4):
-        y = port.run(way, x)
+        y = port.run(way.arguments, x)
         if y is None or not y.requires_grad or not y.isfinite().all():
             return []
         loss = (y - x.flip(-1)).square().mean()

@@ -3,6 +3,8 @@ Write port/mistakes.md from the list of mistakes, and port/ports.md's tables fro
 
     python -m port.pages
 """
+import argparse
+import sys
 import textwrap
 from pathlib import Path
 
@@ -47,7 +49,15 @@ def block(code):
     return f"```python\n{code}\n```"
 
 
-if __name__ == "__main__":
+def main(argv):
+    """Write both pages."""
+    parser = argparse.ArgumentParser(prog="python -m port.pages", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(argv)  # it takes no arguments, and knows --help
     (HERE / "mistakes.md").write_text(mistakes_page(), encoding="utf-8")
     ports = HERE / "ports.md"
     ports.write_text(survey.fill(ports.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

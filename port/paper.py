@@ -9,16 +9,63 @@ function in place of one of the steps below (port/wrong.py), or another number i
     C   channels of a token         d     channels of the query of one map
                                     d_v   channels of a value: 2d in the paper
 
-w holds the weights q, k, v, o, gate, norm and lambda_q1 to lambda_k2 (whose rows are outputs, as in
-torch), the sizes above, and the numbers scale, theta, lambda_init and factor.
+w holds the weights, the sizes and the numbers of a layer: see Weights.
 """
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from model import NORM_EPS, rotate
+
+
+@dataclass
+class Weights:
+    """w. The rows of a matrix are outputs, as in torch. o and norm are set when d_v is known."""
+
+    version: int  # 1, 2, or 0 for plain softmax
+    h: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor = None
+    norm: Tensor = None  # (h, 1, d_v)
+    output_norm: Tensor = None  # of a norm behind o, which the paper has not
+    gate: Tensor = None  # of version 2
+    lambda_q1: Tensor = torch.zeros(1)
+    lambda_k1: Tensor = torch.zeros(1)
+    lambda_q2: Tensor = torch.zeros(1)
+    lambda_k2: Tensor = torch.zeros(1)
+    lambda_init: float = 0.0
+    factor: float = 1.0  # 1 - lambda_init in the paper
+    theta: float = 10000.0
+
+    # what follows from these
+    maps: int = field(init=False)  # of a head
+    key_maps: int = field(init=False)  # of a head's keys
+    d: int = field(init=False)
+    kv: int = field(init=False)
+    d_v: int = field(init=False)
+    paper_d_v: int = field(init=False)
+    scale: float = field(init=False)
+    turned: int = field(init=False)  # channels that the rotary embedding turns
+
+    def __post_init__(self):
+        self.maps = 1 if self.version == 0 else 2
+        self.key_maps = 2 if self.version == 1 else 1  # version 2 has one key for both maps
+        self.d = len(self.q) // self.h // self.maps
+        self.kv = max(1, len(self.k) // self.d // self.key_maps)
+        self.d_v = len(self.v) // self.kv
+        self.paper_d_v = 2 * self.d if self.version == 1 else self.d
+        self.scale = math.sqrt(self.d)
+        self.turned = self.d
+
+    @property
+    def exp_part(self):
+        """lambda without lambda_init: one for all heads, or one for each. (1 or h, 1, 1)"""
+        return exp_dot(self.lambda_q1, self.lambda_k1) - exp_dot(self.lambda_q2, self.lambda_k2)
 
 
 def layer(x, w, step):
@@ -160,20 +207,6 @@ def steps_of(version, causal):
     """version 1, 2, or 0 for plain softmax."""
     steps = {0: SOFTMAX, 1: PAPER, 2: VERSION_2}[version]
     return steps if causal else replace(steps, maps=all_maps)
-
-
-def set_sizes(w, version):
-    """Fill in what follows from w.h and from the weights."""
-    w.maps = 1 if version == 0 else 2
-    w.key_maps = 2 if version == 1 else 1  # version 2 has one key for both maps
-    w.d = len(w.q) // w.h // w.maps
-    w.kv = max(1, len(w.k) // w.d // w.key_maps)
-    w.d_v = len(w.v) // w.kv
-    w.paper_d_v = 2 * w.d if version == 1 else w.d
-    w.scale = math.sqrt(w.d)
-    w.theta = 10000.0
-    w.turned = w.d  # channels that the rotary embedding turns
-    w.exp_part = exp_dot(w.lambda_q1, w.lambda_k1) - exp_dot(w.lambda_q2, w.lambda_k2)
 
 
 def lambda_init_of(depth):

@@ -5,8 +5,6 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-import torch
-
 NOT_TORCH = ("jax", "flax", "haiku", "equinox", "mlx", "tensorflow", "keras", "paddle", "numpy")
 USE_VECTORS = ("port runs PyTorch layers only. For JAX, MLX, numpy, C++ and others there are "
                "numbers to compare with: port/vectors.md")
@@ -19,6 +17,8 @@ class NoVerdict(ValueError):
 
 
 def refuse_what_is_no_layer(layer):
+    import torch  # here, so that this file can be read without it
+
     if layer is None or inspect.isclass(layer):
         raise NoVerdict("there is no layer: add layer = YourAttention(...) with its sizes")
     if isinstance(layer, torch.nn.Module):

@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import replace
 
-from port import paper, wrong
+from port import given, paper, wrong
 from port.compare import Draw
 from port.mistakes import BY_CODE, CHOICE, DIFFERS, SAME
 
@@ -58,7 +58,8 @@ class Clock:
 class Found:
     """What explains a port: mistakes, and w of two draws, with the numbers that were fitted."""
 
-    def __init__(self, mistakes, error, w, again):
+    def __init__(self, reading, mistakes, error, w, again):
+        self.reading = reading
         self.mistakes = mistakes
         self.error = error
         self.w = w
@@ -66,11 +67,14 @@ class Found:
 
 
 class Search:
-    """The search for one port, with what it has tried so far."""
+    """The search for one port in one reading, with what it has tried so far."""
 
-    def __init__(self, port, ways, x, clock, seconds=SECONDS, most=MOST):
-        self.port = port
-        self.steps = paper.steps_of(port.version, port.causal)
+    def __init__(self, port, reading, seen, clock, seconds=SECONDS, most=MOST):
+        self.reading = reading
+        self.seen = seen
+        norms = {name for name, role in port.roles.items() if role == "norm"}
+        self.has_gain = bool(norms - seen.unused_norms)
+        self.steps = paper.steps_of(reading.version, reading.causal)
         self.clock = clock
         self.seconds = seconds
         self.most = most
@@ -78,11 +82,12 @@ class Search:
         self.sharp_errors = [math.inf]
         self.fitting = []  # [(mistakes, tries), ...] with which it is right while maps are flat
         self.tries = []  # for each order of fused rows and each way to call it: three draws
-        for order, way in itertools.product(port.orders(), ways):
-            flat = Draw(port, way, x, order, seed=1, flat=True)
+        orders = given.orders(port.fused, reading.heads)
+        for order, way in itertools.product(orders, seen.ways):
+            flat = Draw(port, reading, seen, way, order, seed=1, flat=True)
             if flat.has_the_sizes_of(self.steps):
-                sharp = Draw(port, way, x, order, seed=1, flat=False)
-                other = Draw(port, way, x, order, seed=2, flat=False)
+                sharp = Draw(port, reading, seen, way, order, seed=1, flat=False)
+                other = Draw(port, reading, seen, way, order, seed=2, flat=False)
                 self.tries.append((flat, sharp, other))
 
     def run(self):
@@ -90,7 +95,7 @@ class Search:
         if not self.tries:
             return None
         found = self.clock.within(0.6 * self.seconds, self.search)
-        if not found and self.port.uses_order:
+        if not found and self.seen.uses_order:
             found = self.clock.within(0.4 * self.seconds, self.search_with_another_rotary)
         return found
 
@@ -126,53 +131,58 @@ class Search:
         else:
             error = draws[0].error(steps)
         self.flat_errors.append(error)
-        return error < max(FLAT, self.port.tolerance)
+        return error < max(FLAT, self.seen.tolerance)
 
     def fit(self, mistakes, tries, turned=None, theta=None):
         """Found, if our layer with these mistakes equals the port, for two draws of its weights."""
         steps = changed(self.steps, mistakes)
         if steps is None or (theta and steps.turn in WITHOUT_THETA):
             return None
-        if self.port.causal and self.port.sees_future and not any(m.leaks for m in mistakes):
+        is_to_leak = self.reading.causal and self.seen.sees_future
+        if is_to_leak and not any(mistake.leaks for mistake in mistakes):
             return None
         for _, sharp, other in tries:
             self.clock.tick()
             error, w = sharp.fit(steps, turned, theta)
-            if error < self.port.tolerance:
+            if error < self.seen.tolerance:
                 error, again = other.fit(steps, turned, theta)
             self.sharp_errors.append(error)
-            if error < self.port.tolerance:
-                return Found(mistakes, error, w, again)
+            if error < self.seen.tolerance:
+                return Found(self.reading, mistakes, error, w, again)
         return None
 
     def possible(self, is_sharp):
         """The mistakes that are possible in this port: a list of them for each step."""
-        port, w = self.port, self.tries[0][0].w
-        kinds = ["", f"version {port.version}"]
-        if w.kv < w.h:
-            kinds.append("grouped")
+        reading, seen = self.reading, self.seen
         found = {}
         for mistake in BY_CODE:
             step = mistake.step
-            if mistake.is_sharp != is_sharp or mistake.only not in kinds:
+            if mistake.is_sharp != is_sharp or mistake.only not in self.kinds():
                 continue
-            if port.causal and mistake.leaks and not port.sees_future:
+            if reading.causal and mistake.leaks and not seen.sees_future:
                 continue
-            if not port.causal and step == "maps":  # these are about a mask
+            if not reading.causal and step == "maps":  # these are about a mask
                 continue
-            if not port.uses_order and step == "turn" and mistake.name != "no rotary":
+            if mistake.needs_order and not seen.uses_order:
                 continue
-            if mistake.name == ("no norm weight" if port.has_gain else "norm weight 1 + w"):
-                continue
-            if port.version == 0 and (step in NOT_OF_SOFTMAX or mistake.needs_lambda):
+            if reading.version == 0 and (step in NOT_OF_SOFTMAX or mistake.needs_lambda):
                 continue
             found.setdefault(step, []).append(mistake)
         return list(found.values())
 
+    def kinds(self):
+        """What the field `only` of a mistake may say in this port."""
+        w = self.tries[0][0].w
+        found = ["", f"version {self.reading.version}"]
+        if w.kv < w.h:
+            found.append("grouped")
+        found.append("norm with weight" if self.has_gain else "norm without weight")
+        return found
+
     def where_it_failed(self):
         where = "where q and k are split, turned, compared or subtracted"
         apart = min(self.sharp_errors)
-        if min(self.flat_errors) > max(FLAT, self.port.tolerance):
+        if min(self.flat_errors) > max(FLAT, self.seen.tolerance):
             where = "already where W_q = 0 makes all maps flat"
             apart = min(self.flat_errors)
         return (f"Nothing on the list explains it, in {self.clock.tries} combinations. They part "

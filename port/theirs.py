@@ -1,9 +1,10 @@
 """Somebody's layer: its weights, how it is called, and its output for weights of ours."""
-import copy
 import itertools
 import math
 import re
 from collections import defaultdict
+from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 
@@ -13,40 +14,58 @@ from port.paper import lambda_init_of
 from port.problems import USE_VECTORS, NoVerdict, how_far, refuse_what_is_no_layer, say
 from port.roles import ROLES, role_of
 
-# what these weights are when drawn, the same in all heads, so that 0 < lambda < 1
+# what these weights are in a first draw, the same in all heads, so that 0 < lambda < 1. In another
+# draw they are half of it: findings.py tells by both whether lambda has the paper's form
 LAMBDAS = {"lambda_q1": 0.35, "lambda_k1": 0.3, "lambda_q2": 0.2, "lambda_k2": 0.1, "lambda": 0.4}
 
 
-class Port:
-    """A layer, and what its user says of it: see diagnose."""
+@dataclass(frozen=True)
+class Reading:
+    """What a layer is taken for: what its user said, or something else that is tried."""
 
-    def __init__(self, layer, n_head, depth, version, causal, names):
+    n_head: int
+    depth: int
+    version: int  # 1, 2, or 0 for plain softmax, which a user can't say
+    causal: bool
+
+    @property
+    def heads(self):
+        return self.n_head // 2 if self.version == 1 else self.n_head
+
+    @property
+    def lambda_init(self):
+        return lambda_init_of(self.depth) if self.version == 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to call a layer."""
+
+    number: int  # among Port.offers
+    arguments: dict  # what forward gets besides x
+
+
+class Port:
+    """A layer, its weights, and what its user said of them."""
+
+    def __init__(self, layer, said, names):
         refuse_what_is_no_layer(layer)
-        if version not in (1, 2):
-            raise NoVerdict(f"version is 1 or 2, not {version!r}")
-        if n_head < 1 or n_head * version % 2 != 0:
-            raise NoVerdict(f"n_head counts maps, two for each head: it is even, and not {n_head}")
+        check(said)
+        names = as_lists(names)
         self.is_function = not isinstance(layer, torch.nn.Module)
-        if self.is_function:  # of x and of weights with Microsoft's names
-            function = layer
-            arm = "diff_v2" if version == 2 else "diff"
-            layer = ATTENTION[arm](GPTConfig(attn=arm, n_head=n_head, n_embd=8 * n_head), depth)
-            layer.forward = lambda x: function(x, self.drawn)
-        self.layer = layer.eval()
-        self.n_head = n_head
-        self.depth = depth
-        self.version = version
-        self.causal = causal
-        self.weights = {n: w for n, w in layer.named_parameters() if w.requires_grad}
+        self.layer = (as_module(layer, said) if self.is_function else layer).eval()
+        self.arguments = given.wanted(self.layer.forward)
+        self.said = said
+        self.weights = {n: w for n, w in self.layer.named_parameters() if w.requires_grad}
         self.roles = {name: role_of(name, weight) for name, weight in self.weights.items()}
         self.told = set()  # names of weights whose role the user gave
-        for role, some in (names or {}).items():
-            for name in [some] if isinstance(some, str) else some:
+        for role, some in names.items():
+            for name in some:
                 self.tell(role, name)
         letters = [role for role in self.roles.values() if re.fullmatch("[qkv]{2,}", role)]
         self.fused = letters[0] if letters else ""
+        self.drawn = {}  # the weights with which it runs
         self.problems = []  # what went wrong in calls
-        self.tolerance = 1e-5  # of the largest output. float32 makes 2e-6
 
     def tell(self, role, name):
         if name not in self.weights or not ROLES.fullmatch(role):
@@ -57,50 +76,40 @@ class Port:
         self.roles[name] = role
         self.told.add(name)
 
-    @property
-    def heads(self):
-        return self.n_head if self.version in (0, 2) else self.n_head // 2
-
-    @property
-    def lambda_init(self):
-        return lambda_init_of(self.depth) if self.version == 1 else 0.0
-
-    def as_if(self, version, n_head, causal=None):
-        """The same layer, read otherwise than the user said."""
-        other = copy.copy(self)
-        other.version = version
-        other.n_head = n_head
-        other.causal = self.causal if causal is None else causal
-        return other
-
-    def orders(self):
-        return given.orders(self.fused, self.heads)
-
-    def draw(self, order="", seed=1, flat=False):
+    def draw(self, order="", seed=1, flat=False, without=()):
         """Draw weights, and return {role: [part, ...]} of them, in float64.
 
-        order: of the rows of a fused weight. flat: W_q = 0, so that all maps are flat.
+        order: of the rows of a fused weight. Without it nothing of this weight is made larger, and
+        it is one part. flat: W_q = 0, so that all maps are flat.
+        without: names of weights that have no effect. They are drawn, and are nobody's part.
         """
         random = torch.Generator().manual_seed(seed)
         # v is so large that the eps of a norm does not show
         loud = {"q": 0.0 if flat else 1.5, "v": 300.0, "bias": 0.0, "qk_norm": 0.0}
-        self.drawn = {}
+        drawn = {}
         parts = defaultdict(list)
         for name, weight in self.weights.items():
             role = self.roles[name]
             size = math.sqrt(max(weight.shape, default=1))
             new = torch.randn(weight.shape, generator=random) / size
             if role in LAMBDAS:
-                new.fill_(LAMBDAS[role] / seed / size)
-            letters = order if role == self.fused else [role]
-            for letter, part in zip(letters, torch.atleast_1d(new).chunk(len(letters) or 1)):
+                number = LAMBDAS[role] if seed == 1 else LAMBDAS[role] / 2
+                new.fill_(number / size)
+            letters = order if order and role == self.fused else [role]
+            for letter, part in zip(letters, torch.atleast_1d(new).chunk(len(letters))):
                 part *= loud.get(letter, 1.0)
                 part += letter in ("norm", "qk_norm")
                 if part.ndim == 3:  # a matrix for each head, (h, C, d) or (h, d, C)
                     part = part.flatten(0, 1).T if letter == "o" else part.mT.flatten(0, 1)
-                parts[letter].append(part.double())
-            self.drawn[name] = new.requires_grad_()
+                if name not in without:
+                    parts[letter].append(part.double())
+            drawn[name] = new.requires_grad_()
+        self.use(drawn)
         return parts
+
+    def use(self, weights):
+        """From now on the layer runs with these weights, {name: tensor}."""
+        self.drawn = weights
 
     def run(self, arguments, x):
         """The output, the first one if there are several, or None where such a call fails."""
@@ -121,34 +130,33 @@ class Port:
         return torch.randn(2, T, C, generator=torch.Generator().manual_seed(0))
 
     def ways(self):
-        """A text x (2, T, C), and [what is given besides, ...] in those calls that run on it."""
+        """A text x (2, T, C), and [Way, ...]: those that run on it, of equal outputs one."""
         self.draw()
-        self.names = given.wanted(self.layer.forward)
         numbers = [n for m in self.layer.modules() for n in vars(m).values() if type(n) is int]
         lengths = [n for n in numbers if 1 < n <= 4096]
         widths = [n for weight in self.weights.values() for n in weight.shape[-2:]]
         likely_widths = sorted(set(widths), key=widths.count, reverse=True)
         for T, C in itertools.product([12] + lengths, likely_widths):
             x = self.input(T, C)
-            found = []  # [(output, number of the offer, what it gives), ...]
-            for number, arguments in self.offers(T, C).items():
+            found = []  # [(output, Way), ...]
+            for number, arguments in enumerate(self.offers(T, C)):
                 y = self.run(arguments, x)
                 if y is not None:  # of equal ones the last counts: a layer may keep an old mask
                     found = [old for old in found if not is_equal(old[0], y)]
-                    found.append((y, number, arguments))
+                    found.append((y, Way(number, arguments)))
             if found:
-                self.way_numbers = [number for _, number, _ in found]
-                return x, [arguments for _, _, arguments in found]
+                return x, [way for _, way in found]
         raise NoVerdict(self.why_it_does_not_run())
 
     def offers(self, T, C):
-        """{number: arguments} of those offers that differ in what the layer takes."""
-        found = {}
-        offers = given.offers(T, C, self.heads, self.depth, self.lambda_init)
-        for number, offer in enumerate(offers):
-            arguments = given.choose(offer, self.names)
-            found[tuple(map(id, arguments.values()))] = number, arguments
-        return dict(found.values())
+        """[arguments of forward, ...] of those offers that differ in what the layer takes."""
+        found = []
+        said = self.said
+        for offer in given.offers(T, C, said.heads, said.depth, said.lambda_init):
+            arguments = given.choose(offer, self.arguments)
+            if not any(are_the_same(arguments, others) for others in found):
+                found.append(arguments)
+        return found
 
     def why_it_does_not_run(self):
         if not self.weights:
@@ -157,6 +165,56 @@ class Port:
         text = "the layer does not run: " + "; or: ".join(dict.fromkeys(said))
         looks_foreign = re.search(r"numpy|ndarray|jax|mlx", text, re.IGNORECASE)
         return f"{text}. {USE_VECTORS}" if looks_foreign else text
+
+
+def check(said):
+    """Refuse what can't be meant, with a sentence."""
+    for name in ("n_head", "depth", "version"):
+        number = getattr(said, name)
+        if not isinstance(number, Integral) or isinstance(number, bool):
+            raise NoVerdict(f"{name} is a whole number, not {number!r}")
+    if not isinstance(said.causal, bool):
+        raise NoVerdict(f"causal is True or False, not {said.causal!r}")
+    if said.depth < 0:
+        raise NoVerdict(f"depth counts the layers from 0, so it can't be {said.depth}")
+    if said.version not in (1, 2):
+        raise NoVerdict(f"version is 1 or 2, not {said.version!r}")
+    if said.n_head < 1 or said.n_head * said.version % 2 != 0:
+        raise NoVerdict("n_head counts maps, two for each head: it is even, and not "
+                        f"{said.n_head}")
+
+
+def as_lists(names):
+    """{role: [name, ...]} of what the user said, which may be one name for a role, or None."""
+    refusal = NoVerdict('names is {role: a name or a list of names}, as {"q": "W_q.weight"}, and '
+                        f"not {names!r}")
+    if names is None:
+        return {}
+    if not isinstance(names, dict):
+        raise refusal
+    found = {}
+    for role, some in names.items():
+        found[role] = [some] if isinstance(some, str) else some
+        if not isinstance(found[role], (list, tuple)):
+            raise refusal
+        for name in (role, *found[role]):
+            if not isinstance(name, str):
+                raise refusal
+    return found
+
+
+def as_module(function, said):
+    """A module whose forward is function(x, w), w being weights with Microsoft's names."""
+    arm = "diff_v2" if said.version == 2 else "diff"
+    config = GPTConfig(attn=arm, n_head=said.n_head, n_embd=8 * said.n_head)
+    module = ATTENTION[arm](config, said.depth)
+    module.forward = lambda x: function(x, dict(module.named_parameters()))
+    return module
+
+
+def are_the_same(arguments, others):
+    """Whether the very same tensors and numbers are given."""
+    return all(arguments[name] is others[name] for name in arguments)
 
 
 def is_equal(a, b):

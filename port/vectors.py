@@ -6,11 +6,13 @@ Write port/vectors.npz: numbers to compare a port with that is not written in Py
 port/vectors.md says what is in it. The values are those of equations.py, which knows nothing of
 model.py; the gradients are model.py's, in float64, where its output equals that of equations.py.
 """
+import argparse
+import copy
 import math
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -114,18 +116,29 @@ def gradients_of(weight, x, y, attn, n_head, depth, kv=None):
 def outputs_with_mistakes(weight, x, n_head, depth):
     """{mistake: y} of the first version."""
     weight = {name: torch.tensor(w) for name, w in weight.items()}
-    w = SimpleNamespace(h=n_head // 2, lambda_init=paper.lambda_init_of(depth))
-    w.q, w.k, w.v, w.o = [weight[f"{name}_proj.weight"] for name in ("q", "k", "v", "out")]
-    for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
-        setattr(w, name, weight[name])
-    paper.set_sizes(w, version=1)
+    lambda_init = paper.lambda_init_of(depth)
+    w = paper.Weights(
+        version=1,
+        h=n_head // 2,
+        q=weight["q_proj.weight"],
+        k=weight["k_proj.weight"],
+        v=weight["v_proj.weight"],
+        o=weight["out_proj.weight"],
+        lambda_q1=weight["lambda_q1"],
+        lambda_k1=weight["lambda_k1"],
+        lambda_q2=weight["lambda_q2"],
+        lambda_k2=weight["lambda_k2"],
+        lambda_init=lambda_init,
+        factor=1 - lambda_init,
+    )
     w.norm = weight["subln.weight"].expand(w.h, 1, w.d_v)
-    w.factor = 1 - w.lambda_init
     x = torch.tensor(x)
     found = {name: paper.layer(x, w, replace(paper.PAPER, **steps))
              for name, steps in WRONG_STEPS.items()}
     for name, settings in WRONG_NUMBERS.items():
-        changed = SimpleNamespace(**vars(w) | settings)
+        changed = copy.copy(w)
+        for number, value in settings.items():
+            setattr(changed, number, value)
         if "lambda_init" in settings:
             changed.factor = 1 - changed.lambda_init
         found[name] = paper.layer(x, changed, paper.PAPER)
@@ -164,6 +177,14 @@ def make():
     return arrays
 
 
-if __name__ == "__main__":
+def main(argv):
+    """Write the file, and print its size."""
+    parser = argparse.ArgumentParser(prog="python -m port.vectors", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(argv)  # it takes no arguments, and knows --help
     np.savez_compressed(FILE, **make())
     print(f"{FILE}: {FILE.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

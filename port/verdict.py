@@ -1,12 +1,11 @@
 """The verdict on a port: what is seen from outside, and what makes the paper's layer into it."""
-from port import findings, misread, outside
+from port import findings, misread, outside, stand_ins
 from port.mistakes import BROKEN, CHOICE, DIFFERS, NOTE, SAME, find
+from port.outside import NOT_SOUND
 from port.problems import NoVerdict
 from port.roles import in_short, is_obvious
 from port.search import SECONDS, Clock, Search
-from port.theirs import Port
-
-NOT_SOUND = {"NaN", "random", "mixes samples"}  # then the layer is not compared
+from port.theirs import Port, Reading
 
 
 class Verdict:
@@ -26,7 +25,8 @@ class Verdict:
             self.kind = DIFFERS
         else:
             self.kind = CHOICE if self.choices else SAME
-        self.lines = [self.kind, *map(str, found), *notes]
+        first = self.kind if explained or self.broken else f"{self.kind}, not explained"
+        self.lines = [first, *map(str, found), *notes]
 
     def __str__(self):
         return "\n".join(self.lines)
@@ -41,71 +41,52 @@ def diagnose(layer=None, n_head=8, depth=0, version=1, causal=True, names=None):
     names: {role: the name of a weight, or a list of names}, where the guess is wrong.
     Raises ValueError with a sentence that helps, where no verdict is possible.
     """
-    port = Port(layer, n_head, depth, version, causal, names)
+    port = Port(layer, Reading(n_head, depth, version, causal), names)
     x, ways = port.ways()
-    port.tolerance = max(1e-5, 4 * outside.rounding(port, ways[0], x))
-    seen, ways = what_is_seen(port, ways, x)
-    found = [findings.Finding(find(name), detail) for name, detail in seen.items()]
+    seen = outside.look(port, x, ways)
+    found = [findings.Finding(find(name), detail) for name, detail in seen.mistakes.items()]
     causes = None
-    if NOT_SOUND & seen.keys():
+    if NOT_SOUND & seen.mistakes.keys():
         note = "It is not compared with the paper's layer: that needs sound outputs."
     else:
         try:
-            causes, note = explain(port, ways, x, has_no_past="no past" in seen)
+            causes, note = explain(port, seen)
         except NoVerdict as reason:
-            if not found:
+            if not any(finding.kind == BROKEN for finding in found):  # a note is no verdict
                 raise
             note = f"It is not compared with the paper's layer: {reason}"
-    found = findings.join(found, causes or []) + notes_on(port, ways[0], x)
+    found = findings.join(found, causes or []) + notes_on(port, seen)
     return Verdict(found, causes is not None, [how_it_was_read(port), note])
 
 
-def what_is_seen(port, ways, x):
-    """({mistake: detail}, ways): what is seen in the best ways to call the layer, and these ways.
-
-    Some ways give a mask, and some none, so the ones in which least is wrong are meant.
-    """
-    seen = [outside.look(port, way, x) for way in ways]
-    best = min(seen, key=len)
-    kept = [i for i, some in enumerate(seen) if len(some) == len(best)]
-    port.way_numbers = [port.way_numbers[i] for i in kept]
-    port.sees_future = "sees the future" in best
-    if port.causal and not NOT_SOUND & best.keys() and not port.sees_future:
-        best = outside.look_further(port, x) | best
-    ways = [ways[i] for i in kept]
-    port.draw()
-    norms = in_short(name for name, role in port.roles.items() if role == "norm")
-    port.has_gain = any(name not in best.get("unused norm", "") for name in norms)
-    port.uses_order = any(outside.uses_order(port, way, x) for way in ways)
-    return best, ways
-
-
-def explain(port, ways, x, has_no_past):
-    """(findings or None, a sentence). ValueError if there is nothing that can be compared."""
+def explain(port, seen):
+    """(findings or None, a sentence). NoVerdict if there is nothing that can be compared."""
+    has_no_past = "no past" in seen.mistakes
     clock = Clock()
-    block = misread.is_a_block(port, ways[0], x)
+    block = misread.is_a_block(port, seen.ways[0], seen.x)
     if block:
         raise NoVerdict(block)
-    reading = misread.better_reading(port, ways, x, clock)
+    reading = misread.better_reading(port, seen, clock)
     if reading:
         raise NoVerdict(reading)
-    search = Search(port, ways, x, clock, seconds=3 if has_no_past else SECONDS)
+    search = Search(port, port.said, seen, clock, seconds=3 if has_no_past else SECONDS)
     if not search.tries:
         roles = ", ".join(in_short(f"{name} as {role}" for name, role in port.roles.items()))
         raise NoVerdict("its weights do not have the sizes of such a layer. Are n_head, version "
                         f"and names right? They were read as follows: {roles}")
     has_lambda = any(role.startswith("lambda") or role == "gate" for role in port.roles.values())
+    found = None
     if not has_lambda:
-        softmax, found = misread.as_plain_softmax(port, ways, x, clock)
-        if found:
-            return findings.from_search(softmax, found), equal(found)
-    found = search.run()
+        found = misread.as_plain_softmax(port, seen, clock)
+    if not found:
+        found = search.run()
     if found:
-        return findings.from_search(port, found), equal(found)
+        equal = f"With these changes our layer equals yours to {found.error:.0e}."
+        return findings.from_search(found, seen.tolerance), equal
     if has_no_past:
         return None, "Mend that first, and run again: the rest can't be compared so."
     if not {"lambda_q1", "gate"} & set(port.roles.values()):  # no weight tells n_head
-        reading = misread.better_reading_by_trying(port, ways, x, clock)
+        reading = misread.better_reading_by_trying(port, seen, clock)
         if reading:
             raise NoVerdict(reading)
     doubt = "Are n_head and causal right?"
@@ -114,25 +95,24 @@ def explain(port, ways, x, has_no_past):
     return None, f"{search.where_it_failed()} {doubt}"
 
 
-def equal(found):
-    return f"With these changes our layer equals yours to {found.error:.0e}."
-
-
-def notes_on(port, way, x):
+def notes_on(port, seen):
     """Findings that do not change the verdict."""
     found = []
-    zeros = outside.starts_from_zeros(port, way, x)
+    zeros = outside.starts_from_zeros(port, seen.ways[0], seen.x)
     if zeros:
         found.append(findings.Finding(find("start from zeros"), ", ".join(in_short(zeros))))
-    if port.tolerance > 1e-4:  # float32 makes less, also where A_1 and lambda A_2 nearly cancel
-        found.append(findings.Finding(find("rounding"), f"Here that is {port.tolerance:.0e}."))
+    if seen.tolerance > 1e-4:  # float32 makes less, also where A_1 and lambda A_2 nearly cancel
+        found.append(findings.Finding(find("rounding"), f"Here that is {seen.tolerance:.0e}."))
     return found
 
 
 def how_it_was_read(port):
-    """What was said, and what was guessed of weights whose names leave a doubt."""
-    text = (f"read with n_head={port.n_head}, depth={port.depth}, version={port.version}, "
-            f"causal={port.causal}")
+    """What was said, what was guessed of weights whose names leave a doubt, and stand-ins."""
+    said = port.said
+    text = (f"read with n_head={said.n_head}, depth={said.depth}, version={said.version}, "
+            f"causal={said.causal}")
     guesses = [f"{name} as {role}" for name, role in port.roles.items()
                if name not in port.told and not is_obvious(name, role)]
-    return ", ".join([text, *in_short(guesses)])
+    packages = stand_ins.packages(stand_ins.in_use())
+    used = [f"a stand-in for {package}" for package in packages]
+    return ", ".join([text, *in_short(guesses), *used])

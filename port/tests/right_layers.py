@@ -245,6 +245,22 @@ class AutocastConstantInit(Autocast):
     lambda_init = 0.8
 
 
+class SecondNorm(Right):
+    """It has another norm, of the width of a head, which is never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm2 = nn.RMSNorm(16)
+
+
+class WideSecondNorm(Right):
+    """The norm that is never used is as wide as all heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm2 = nn.RMSNorm(64)
+
+
 class Talkative(Right):
     def forward(self, x):
         print("shapes", x.shape)

@@ -1,6 +1,8 @@
 """`python -m port myport.py`: what it prints, and its exit code."""
+import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,21 +12,6 @@ from port.__main__ import main
 
 HERE = "from port.tests import right_layers as right, wrong_layers as wrong\n"
 RIGHT = HERE + "layer, n_head, depth = right.Right(), 8, 3\n"
-
-
-@pytest.fixture(autouse=True)
-def leave_no_trace(monkeypatch):
-    """The command changes what can be imported, and takes .cuda() away."""
-    monkeypatch.setattr(torch.Tensor, "cuda", torch.Tensor.cuda)
-    monkeypatch.setattr(torch.nn.Module, "cuda", torch.nn.Module.cuda)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setattr(sys, "dont_write_bytecode", sys.dont_write_bytecode)
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    before = dict(sys.modules)
-    yield
-    sys.modules.clear()
-    sys.modules.update(before)
 
 
 def run(text, *lines, name="myport.py"):
@@ -72,6 +59,29 @@ def test_a_missing_file_and_no_file(capsys):
     assert "The exit code is 0 for SAME and CHOICE" in capsys.readouterr().out
 
 
+def python(code):
+    top = Path(__file__).parents[2]
+    return subprocess.run([sys.executable, "-c", code], cwd=top, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("argument, code, words", [
+    ("--help", 0, "The exit code is 0 for SAME and CHOICE"),
+    ("myport.py", 2, "PyTorch can't be imported here"),
+    ("myport.py", 2, "For JAX, MLX, numpy, C++ and others there are numbers to compare with"),
+])
+def test_without_torch_it_helps_too(argument, code, words):
+    result = python("import sys; sys.modules['torch'] = None; from port.__main__ import main; "
+                    f"sys.exit(main(['{argument}']))")
+    assert result.returncode == code
+    assert words in result.stdout + result.stderr and "Traceback" not in result.stderr
+
+
+def test_port_alone_does_not_import_torch():
+    result = python("import sys, port; assert 'torch' not in sys.modules; "
+                    "from port import diagnose, Verdict; assert 'torch' in sys.modules")
+    assert result.returncode == 0, result.stderr
+
+
 def test_its_own_prints_are_swallowed(capsys):
     text = HERE + "print('hello')\nlayer, n_head, depth = right.Talkative(), 8, 3"
     assert run(text) == 0
@@ -85,6 +95,14 @@ def test_lines_behind_the_file_change_its_flags():
                    "layer, n_head, depth = L(), 8, 3")
     assert run(text) == 1
     assert run(text, "RIGHT=True", name="again.py") == 0
+
+
+def test_a_misspelt_word_behind_the_file_is_not_ignored(capsys):
+    assert run(RIGHT, "n_heads=4") == 2
+    error = capsys.readouterr().err
+    assert "n_heads is assigned and never used. You may say layer, n_head" in error
+    helper = ["kv=4", "layer=right.Right(kv)", "n_head=8", "depth=3"]
+    assert run(HERE, *helper, name="again.py") == 0
 
 
 def test_stand_ins_and_relative_imports(capsys):
@@ -104,7 +122,36 @@ def test_stand_ins_and_relative_imports(capsys):
             "        return self.finish((y[0] - self.lam() * y[1]).transpose(1, 2))\n"
             "layer, n_head, depth = L(), 8, 3")
     assert run(text, name="code-of-mine/attention.py") == 0
-    assert "apex can't be imported here, a stand-in is in its place" in capsys.readouterr().err
+    output = capsys.readouterr()
+    assert "apex can't be imported here, a stand-in is in its place" in output.err
+    assert "causal=True, a stand-in for flash_attn, a stand-in for apex" in output.out
+
+
+@pytest.mark.parametrize("line, words", [
+    ("n = torch.arange(no_such_package.size())",
+     "no verdict: install no_such_package: its stand-in was called. TypeError: arange()"),
+    ("from no_such_package.layers import f; a, b = f(3)",
+     "ValueError: not enough values to unpack (expected 2, got 0) (myport.py, line 4: "
+     "from no_such_package.layers import f; a, b = f(3)) (a stand-in was used for no_such"),
+    ("from flash_attn import varlen; n = torch.arange(varlen(3))",
+     "no verdict: do without flash_attn, which needs a GPU: its stand-in was called"),
+    ("f = no_such_package.f; L.forward = lambda self, x: f(x); layer = L()",
+     "install no_such_package: its stand-in was called. the layer does not run: TypeError: it gives "
+     "a unittest.mock.MagicMock, and no tensor"),
+])
+def test_what_a_stand_in_has_to_do_with_a_failure_is_said(line, words, capsys):
+    text = HERE + "import torch, no_such_package\nclass L(right.Right): pass\n"
+    assert run(text + line) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_it_leaves_no_trace_in_the_process_that_calls_it():
+    before = (torch.Tensor.cuda, torch.nn.Module.cuda, list(sys.path), list(sys.argv),
+              dict(sys.modules), dict(os.environ), sys.dont_write_bytecode, list(warnings.filters))
+    run("import no_such_package\n" + RIGHT)
+    after = (torch.Tensor.cuda, torch.nn.Module.cuda, list(sys.path), list(sys.argv),
+             dict(sys.modules), dict(os.environ), sys.dont_write_bytecode, list(warnings.filters))
+    assert before == after
 
 
 def test_it_says_after_five_seconds_that_it_is_still_looking(capsys, monkeypatch):

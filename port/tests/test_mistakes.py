@@ -1,18 +1,19 @@
 """Each mistake on the list is found, alone and beside others."""
 import itertools
 import math
+import re
 from collections import defaultdict
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from port import diagnose, paper
 from port.compare import ours
-from port.mistakes import BROKEN, BY_CODE, MISTAKES, find
+from port.mistakes import BROKEN, BY_CODE, BY_NUMBER, MISTAKES, find
 from port.paper import lambda_init_of
 from port.roles import role_of
+from port.theirs import Reading
 
 torch.set_num_threads(1)  # for tensors as small as these, more are slower
 
@@ -29,13 +30,13 @@ def made_with(mistakes, version=1, **numbers):
     steps = paper.steps_of(version, causal=True)
     for mistake in mistakes:
         steps = replace(steps, **mistake.steps)
-    sizes = SimpleNamespace(heads=4, version=version, lambda_init=lambda_init_of(3))
+    reading = Reading(8 if version == 1 else 4, 3, version, causal=True)
 
     def layer(x, weights):
         parts = defaultdict(list)
         for name, weight in weights.items():
             parts[role_of(name, weight)].append(weight.double())
-        w = ours(parts, sizes)
+        w = ours(parts, reading)
         w.factor = 1 - w.lambda_init if version == 1 else 1.0
         for name, number in numbers.items():
             setattr(w, name, number)
@@ -83,6 +84,12 @@ def test_the_list_has_a_sentence_for_each_and_steps_of_the_paper():
     for mistake in BY_CODE:
         assert mistake.port_code.strip() != mistake.paper_code.strip()
         replace(paper.PAPER, **mistake.steps)  # a TypeError if the paper has no such step
+
+
+@pytest.mark.parametrize("mistake", BY_NUMBER + BY_CODE, ids=lambda mistake: mistake.name)
+def test_a_sentence_says_what_the_port_does_and_then_what_the_paper_does(mistake):
+    theirs, papers = re.split(r"\. In (?:the paper|version 2)\b", mistake.sentence, maxsplit=1)
+    assert len(theirs) > 15 and len(papers) > 10
 
 
 def test_the_papers_layer_in_steps_is_model_py():

@@ -1,11 +1,15 @@
 """The pages are what the data say, and their links lead somewhere."""
 import re
+import textwrap
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from port import pages, survey
+from port import __main__, diagnose, pages, survey, vectors
 from port.mistakes import MISTAKES
+from port.tests import wrong_layers
 
 ROOM = Path(__file__).parents[1]
 
@@ -38,6 +42,37 @@ def test_the_survey_is_whole():
         assert layer["verdict"] == "BROKEN" or not layer["sees_future"]
     for sample in survey.SURVEY["samples"]:
         assert len(survey.layers_of(sample["sample"])) in (0, sample["layers"])
+
+
+@pytest.mark.parametrize("program, argument, code", [
+    (pages, "--help", 0), (pages, "--hlep", 2), (vectors, "--help", 0), (vectors, "--hlep", 2),
+])
+def test_what_writes_a_file_writes_nothing_for_help_or_a_slip(program, argument, code, monkeypatch):
+    monkeypatch.setattr(Path, "write_text", lambda *_, **__: pytest.fail("it writes a page"))
+    monkeypatch.setattr(np, "savez_compressed", lambda *_, **__: pytest.fail("it writes vectors"))
+    with pytest.raises(SystemExit) as end:
+        program.main([argument])
+    assert end.value.code == code
+
+
+def test_the_readme_counts_the_mistakes_that_three_ports_or_more_have():
+    layers = survey.layers_of(*survey.COUNTED)
+    counted = Counter(cause for layer in layers for cause in set(layer["causes"]))
+    page = text_of("README.md")
+    said = {name: int(n) for name, n in re.findall(r"^- `([^`]+)` (\d+)", page, re.MULTILINE)}
+    assert said == {name: n for name, n in counted.items() if n > 2}
+    assert list(said.values()) == sorted(said.values(), reverse=True)
+    assert f"the {len(layers)} [ports" in page
+
+
+def test_the_readme_shows_its_example_and_what_is_printed_for_it():
+    page = text_of("README.md")
+    for line in re.search("```python\n(.*?)```", page, re.DOTALL)[1].splitlines():
+        assert line in __main__.__doc__
+    verdict = diagnose(wrong_layers.NoFactor(), n_head=8, depth=3)
+    printed = "\n".join(verdict.lines)
+    shown = textwrap.dedent(page[page.index("    DIFFERS"):].split("\n\n")[0])
+    assert re.sub(r"to \de-\d\d", "", shown) == re.sub(r"to \de-\d\d", "", printed)
 
 
 def test_the_page_for_an_agent_is_short():

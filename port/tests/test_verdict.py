@@ -138,6 +138,12 @@ def test_an_unused_weight_of_a_norm_does_not_make_a_layer_wrong():
     assert verdict.kind == "CHOICE" and verdict.choices == ["no norm weight"]
 
 
+@pytest.mark.parametrize("kind", [right.SecondNorm, right.WideSecondNorm])
+def test_a_second_norm_that_is_never_used_is_said_and_does_not_change_the_verdict(kind):
+    verdict = diagnose(kind(), 8, 3)
+    assert verdict.kind == "SAME" and "unused norm" in str(verdict) and "norm2" in str(verdict)
+
+
 def test_a_start_from_zeros_is_said_and_does_not_change_the_verdict():
     verdict = diagnose(right.ZeroLambdas(), 8, 3)
     assert verdict.kind == "SAME" and "lambda_q1, lambda_k1" in str(verdict)
@@ -160,6 +166,7 @@ def test_what_is_not_on_the_list_has_no_cause():
     verdict = diagnose(Unknown(), 8, 3)
     assert (verdict.kind, verdict.explained, names(verdict)) == ("DIFFERS", False, set())
     assert "Nothing on the list explains it" in str(verdict)
+    assert str(verdict).startswith("DIFFERS, not explained\n")
 
 
 # ---- what a user may say wrongly
@@ -184,11 +191,31 @@ def test_an_encoder():
     (wrong.NumpyLayer, dict(), "PyTorch layers only.*port/vectors.md"),
     (right.Right, dict(n_head=7), "is even, and not 7"),
     (right.Right, dict(version=3), "version is 1 or 2, not 3"),
+    (right.Right, dict(n_head="8"), "n_head is a whole number, not '8'"),
+    (right.Right, dict(n_head=8.0), "n_head is a whole number, not 8.0"),
+    (right.Right, dict(depth="3"), "depth is a whole number, not '3'"),
+    (right.Right, dict(depth=None), "depth is a whole number, not None"),
+    (right.Right, dict(depth=-1), "depth counts the layers from 0"),
+    (right.Right, dict(version="1"), "version is a whole number, not '1'"),
+    (right.Right, dict(causal="False"), "causal is True or False, not 'False'"),
+    (right.Right, dict(names=["q"]), r"names is {role: .*and not \['q'\]"),
+    (right.Right, dict(names={"q": 3}), "names is {role: .*and not {'q': 3}"),
+    (right.Right, dict(names={"q": [3]}), "names is {role: "),
+    (right.Right, dict(names={3: "q_proj.weight"}), "names is {role: "),
     (right.Right, dict(names={"q": "W_q"}), "names has 'q': 'W_q'.*the weights are lambda_q1"),
 ])
 def test_a_sentence_that_helps(kind, said, sentence):
     with pytest.raises(ValueError, match=sentence):
         diagnose(kind(), **dict(n_head=8, depth=3) | said)
+
+
+def test_a_note_is_no_verdict_on_a_layer_that_is_not_compared():
+    class Residual(right.SecondNorm):
+        def forward(self, x):
+            return x + super().forward(x)
+
+    with pytest.raises(ValueError, match="it adds a residual"):
+        diagnose(Residual(), 8, 3)
 
 
 def test_a_class_or_nothing_is_no_layer():
@@ -222,3 +249,8 @@ def test_only_what_is_a_guess_is_said():
 
 def test_a_function_of_weights():
     assert diagnose(right.function, 8, 3).kind == "SAME"
+
+
+def test_a_function_of_weights_may_be_read_otherwise_too():
+    with pytest.raises(ValueError, match="is causal = True meant"):
+        diagnose(right.function, 8, 3, causal=False)
