@@ -775,7 +775,7 @@ def test_what_an_arm_draws_is_the_same_after_a_kill(monkeypatch):
 
 @pytest.mark.parametrize("lam", [
     0.5, torch.full((4,), 0.5), lambda x: 0.5,
-    lambda x: torch.tensor([0.4, 0.6])[:, None, None],
+    lambda x: torch.tensor([0.4, 0.6])[:, None, None],  # one for each head
 ])
 def test_any_lambda_is_logged(lam, monkeypatch, capsys):
     class Mine(Diff if callable(lam) else Softmax):
@@ -785,7 +785,7 @@ def test_any_lambda_is_logged(lam, monkeypatch, capsys):
             self.lam = torch.nn.Parameter(lam.clone()) if is_tensor else lam
 
     monkeypatch.setitem(ATTENTION, "mine", Mine)
-    train.main([*TOY, "--attn=mine", "--steps=4"])
+    train.main([*TOY, "--attn=mine", "--steps=4", "--n_head=4"])
     unused = "mine has parameters that get no gradient: lambda_q1, lambda_k1, lambda_q2, lambda_k2"
     assert (unused in capsys.readouterr().out) == callable(lam)
     assert log_of("out/toy/mine")[-1]["lambda"] == [pytest.approx(0.5, abs=0.02)]
