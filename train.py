@@ -28,7 +28,7 @@ import torch.distributed as dist
 import tyro
 from torch.nn.parallel import DistributedDataParallel
 
-from check import check_arm, lambda_of
+from check_arm import check_arm, lambda_of
 from data import FINEWEB, get_tokenizer, load_data, load_sequences, one_sentence
 from model import ATTENTION, GPT, Block, GPTConfig, ModelError
 

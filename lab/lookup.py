@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from check import lambda_of
+from check_arm import lambda_of
 from lab.arms import ATTENTION  # with softmax_sum and softmax_own
 from lab.stats import COLORS, markdown, new_figure, parser, read_json, renew, write_json
 from model import GPT, GPTConfig

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from check import lambda_of
+from check_arm import lambda_of
 from lab.stats import load_checkpoint, load_tokenizer, new_figure, parser
 from model import make_rope
 

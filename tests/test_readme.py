@@ -1,5 +1,6 @@
 """The README is current: its code, its commands, its links and its numbers."""
 import importlib
+import inspect
 import re
 from unittest.mock import patch
 
@@ -44,6 +45,21 @@ def test_its_rows_of_numbers_are_right():
     A_1 = F.softmax(torch.tensor([1.0, 2.0, 1.0, 1.0, 1.0]), dim=-1)
     A_2 = F.softmax(torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0]), dim=-1)
     said = " ".join(README.replace("|", " ").split())
-    rows = {"A₁": A_1, "A₂": A_2, "A₁ − 0.6 A₂": A_1 - 0.6 * A_2, "A₁ − 0.6 U": A_1 - 0.6 / 5}
+    rows = {"A₁": A_1, "A₂": A_2}
+    rows |= {"A₁ − 0.6 A₂": A_1 - 0.6 * A_2, "A₁ − 0.6 U": A_1 - 0.6 / 5}
     for name, row in rows.items():  # the right token's weight, and the others' together
         assert f"{name} {row[1]:.3f} {row.sum() - row[1]:.3f}" in said
+
+
+def test_its_files_are_about_as_long_as_it_says():
+    sizes = re.findall(r"^(\S+\.py) +(\d+) lines", README, re.MULTILINE)
+    assert [name for name, _ in sizes] == ["model.py", "train.py"]
+    for name, lines in sizes:
+        found = len((TOP / name).read_text(encoding="utf-8").splitlines())
+        assert int(lines) == pytest.approx(found, abs=10), name
+
+
+def test_its_difference_is_the_one_in_the_class_diff():
+    lines = [line[1:].split("#")[0].strip() for line in README.splitlines() if line.startswith("+ ")]
+    source = [line.strip() for line in inspect.getsource(model.Diff.make_map).splitlines()]
+    assert lines and set(lines) <= set(source)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import train
-from check import check_arm
+from check_arm import check_arm
 from lab import arms
 from model import ATTENTION, GPT, GPTConfig, make_rope, phi, softmax_map
 from tests.helpers import TOP
