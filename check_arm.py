@@ -29,8 +29,7 @@ def check_arm(config):
         layer = ATTENTION[attn](fast, depth).double().eval()
         for p in layer.parameters():
             p.add_(0.05 * torch.randn_like(p))
-        has_own_forward = type(layer).forward is not Attention.forward
-        has_map = "make_map" in getattr(layer, "forms", ()) and not has_own_forward
+        has_map = "make_map" in getattr(layer, "forms", ())
         if config.kernel == "map" and not has_map:
             raise ModelError(f"{attn} has no make_map of its own, which --kernel=map needs")
         check_names(layer, attn)
@@ -39,8 +38,9 @@ def check_arm(config):
         check_training(layer, attn, x, fast)
     remarks = []
     if not has_map:
-        remarks.append(f"{attn} is compared with no equation: it has no make_map of its own, or a "
-                       "forward of its own")
+        remarks.append(f"{attn} is compared with no equation, since it has no make_map")
+    elif type(layer).forward is not Attention.forward:
+        remarks.append(f"{attn} has a forward of its own: its map alone does not say what it is")
     unused = parameters_without_gradient(layer, x[:, :8], fast)
     if unused:
         remarks.append(f"{attn} has parameters that get no gradient: {', '.join(unused)}")
