@@ -117,7 +117,7 @@ def table_of(found, which, resamples=4000):
 def main(argv=None):
     p = parser("lab.matches", __doc__)
     p.add_argument("folder", type=Path, nargs="?",
-                   help="of the runs, which are measured and published. Without it, what is published")
+                   help="of the runs, whose measurement is published (else what is published)")
     args = p.parse_args(argv)
     if args.folder:
         RESULTS.write_text(json.dumps(measure(args.folder)))

@@ -15,7 +15,7 @@ import torch
 from data import load_sequences
 from lab import stats
 from lab.start import (
-    ARMS, CHOOSE_ON, CHOOSE_V2_ON, FEW, OUT, RATES, RESULTS, SHOWN, V2, Cell, load_text, train_one,
+    CHOOSE_ON, CHOOSE_V2_ON, FEW, OUT, RATES, RESULTS, SHOWN, V2, Cell, load_text, train_one,
 )
 
 STD = {"1": 1.0, "0.05": None}
@@ -26,6 +26,7 @@ CONTRASTS = {
     "(c) diff − 2 heads, norm, factor": ("diff", "2 heads, norm, factor"),
     "(d) diff, no norm − 2 heads": ("diff, no norm", "2 heads"),
     "softmax, norm − softmax": ("softmax, norm", "softmax"),
+    "diff_v2 − softmax": ("diff_v2", "softmax"),
 }
 LOOKS = (0, 100, 500)  # steps at which the stream is looked at
 COLORS = {"softmax": "#0072B2", "softmax, norm": "#009E73", "diff": "#D55E00"}
@@ -67,35 +68,21 @@ def difference(a, b, digits=3):
     return stats.plus_minus(*stats.difference(list(a.values()), list(b.values())), digits)
 
 
-def arms_table(data):
-    """A line for each arm that was measured: its loss, and its loss less softmax's."""
-    table = []
-    for row in ARMS:
-        line = {"arm": row}
-        for name, std in STD.items():
-            rate, losses = data.reported(Cell(row, "own"), std)
-            _, of_softmax = data.reported(Cell("softmax", "own"), std)
-            has_less = losses and row != "softmax"
-            line[f"s = {name}"] = f"{fmean(losses.values()):.3f}" if losses else ""
-            line[f"less softmax, s = {name}"] = difference(losses, of_softmax) if has_less else ""
-            line[f"rate, n, s = {name}"] = f"{rate:g}, {len(losses)}" if losses else ""
-        if any(list(line.values())[1:]):
-            table.append(line)
-    return table
-
-
-def contrasts_table(data):
+def table_of(data):
     """The contrasts, at each arm's own rate, and at s = 1 at each rate of the grid."""
     table = []
     for name, rows in CONTRASTS.items():
         cells = [Cell(row, "own") for row in rows]
-        line = {"": name}
-        for start, std in STD.items():
-            pair = [data.reported(cell, std)[1] for cell in cells]
-            line[f"own rates, s = {start}"] = difference(*pair)
+        pairs = {start: [data.reported(cell, std)[1] for cell in cells]
+                 for start, std in STD.items()}
+        fewest = min(len(losses) for pair in pairs.values() for losses in pair)
+        line = {"at their own rates, and at one": f"{name} (n = {fewest})"}
+        for start, pair in pairs.items():
+            line[f"own, s = {start}"] = difference(*pair)
         for lr in RATES:
             pair = [data.at(cell, 1.0, lr) for cell in cells]
-            line[f"{lr:g}"] = difference(*pair, digits=2) if all(map(len, pair)) else ""
+            has_all = [set(losses) == set(FEW) for losses in pair]
+            line[f"{lr:g}, s = 1"] = difference(*pair, digits=2) if all(has_all) else ""
         table.append(line)
     return table
 
@@ -106,7 +93,8 @@ def draw_rates(data, path):
     for ax, (name, std) in zip(axes, STD.items()):
         for row in SHOWN:
             found = [list(data.at(Cell(row, "own"), std, lr).values()) for lr in RATES]
-            ax.plot(RATES, list(map(fmean, found)), color=COLORS[row], linewidth=3, label=NAMES[row])
+            means = [fmean(losses) for losses in found]
+            ax.plot(RATES, means, color=COLORS[row], linewidth=3, label=NAMES[row])
             for lr, losses in zip(RATES, found):
                 ax.plot([lr] * len(losses), losses, "o", color=COLORS[row], alpha=0.4)
         ax.set(xscale="log", title=f"embedding's std {name}", ylim=(1.5, 2.15))
@@ -155,18 +143,24 @@ def measure_stream(data):
 
 
 def draw_stream(stream, path):
-    """What attention adds, by layer: at the first step, and at the last one."""
+    """What attention adds, by layer, before the first step and after the last: a panel a start."""
     figure, axes = stats.new_figure(1, 2, width=9, height=5.5)
-    for ax, step in zip(axes, (LOOKS[0], LOOKS[-1])):
-        for row in SHOWN:
-            for (name, std), line in zip(STD.items(), ("-", ":")):
-                (found,) = [look["shares"] for look in stream if look["row"] == row
-                            and look["std"] == std and look["step"] == step]
-                ax.plot(range(1, 5), found, line, marker="o", color=COLORS[row], linewidth=3,
-                        label=f"{NAMES[row]}, {name}")
-        ax.set(yscale="log", title=f"after {step} steps", xlabel="layer", xticks=range(1, 5))
-    axes[0].set_ylabel("what attention adds,\nbeside the stream")
-    axes[1].legend(frameon=False, fontsize=11)
+    for ax, (name, std) in zip(axes, STD.items()):
+        for look in stream:
+            if look["std"] == std and look["step"] in (LOOKS[0], LOOKS[-1]):
+                is_first = look["step"] == LOOKS[0]
+                row = look["row"]
+                ax.plot(range(1, 5), look["shares"], "-" if is_first else ":", marker="o",
+                        color=COLORS[row], linewidth=3, label=NAMES[row] if is_first else None)
+        ax.set(yscale="log", ylim=(0.02, 30), title=f"embedding's std {name}", xlabel="layer")
+        ax.set_xticks(range(1, 5))
+        ticks = [3, 10, 30, 100, 300, 1000]
+        ax.set_yticks([tick / 100 for tick in ticks], [f"{tick} %" for tick in ticks])
+        ax.set_yticks([], minor=True)
+    axes[0].set_ylabel("size of what attention adds,\nbeside the stream that it reads")
+    title = "solid: at the start\ndotted: after 500 steps"
+    axes[0].legend(frameon=False, loc="upper center", title=title)
+    axes[1].tick_params(labelleft=False)
     figure.savefig(path)
 
 
@@ -191,8 +185,7 @@ def main(argv=None):
         about["stream"] = measure_stream(data)
     if verb is not None:
         stats.write_json(file, about, runs)
-    tables = {"arms": arms_table(data), "contrasts": contrasts_table(data)}
-    stats.renew(RESULTS / "start.md", {name: stats.markdown(rows) for name, rows in tables.items()})
+    stats.renew(RESULTS / "start.md", {"contrasts": stats.markdown(table_of(data))})
     draw_rates(data, RESULTS / "start-rates.png")
     if "stream" in about:
         draw_stream(about["stream"], RESULTS / "start-stream.png")

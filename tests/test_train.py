@@ -642,14 +642,8 @@ class LeaksInTraining(Softmax):
         return super().project(self.batch_norm(x.mT).mT)
 
 
-class UnreadLambda(Softmax):
-    def lam(self, x):
-        return 0.3
-
-
 @pytest.mark.parametrize("arm, says", [
     (LeaksInTraining, "mine sees later tokens while it trains"),
-    (UnreadLambda, "mine has a lam that nothing reads"),
     (Contradiction, "mine has an attend that is not make_map times V"),
     (ZeroAtFirst, "mine has an attend that is not make_map times V"),
     (FarWindow, "mine has an attend that is not make_map times V"),
@@ -700,6 +694,17 @@ def test_an_attend_alone_is_trained_and_said_to_be_compared_with_nothing(monkeyp
         monkeypatch.setitem(ATTENTION, "mine", arm)
         train.main([*TOY, "--attn=mine", "--steps=1", "--restart"])
         assert ("mine is compared with no equation" in capsys.readouterr().out) == is_said
+
+
+def test_a_lambda_that_nothing_reads_is_said(monkeypatch, capsys):
+    class Unread(Softmax):
+        def lam(self, x):
+            return 0.3
+
+    for arm, is_said in [(Unread, True), (Diff, False)]:
+        monkeypatch.setitem(ATTENTION, "mine", arm)
+        train.main([*TOY, "--attn=mine", "--steps=1", "--restart"])
+        assert ("mine has a lam that nothing reads" in capsys.readouterr().out) == is_said
 
 
 def test_a_forward_of_its_own_is_said(monkeypatch, capsys):

@@ -120,8 +120,7 @@ def test_the_page_says_its_data():
     page = (start.RESULTS / "start.md").read_text(encoding="utf-8")
     about, runs = stats.read_json(start.RESULTS / "start.json")
     data = start_page.Data(runs)
-    for table in (start_page.arms_table(data), start_page.contrasts_table(data)):
-        assert stats.markdown(table) in page
+    assert stats.markdown(start_page.table_of(data)) in page
 
     def less(rows, std=None, head="tied"):
         one, other = [data.reported(Cell(row, head), std)[1] for row in rows]
