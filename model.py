@@ -216,7 +216,8 @@ class Diff(Softmax):
         head = (1 - lambda_init) RMSNorm(A V)                                             (Eq. 3)
 
     The queries and keys 2n and 2n + 1 make the two maps of head n, whose values are twice as wide.
-    A row of A sums to 1 - lambda only, so outputs are small. The norm restores their size.
+    A row of A sums to 1 - lambda only. The norm makes the output of each head about 1 in size, which
+    is more than softmax's.
     """
 
     value_width = 2
@@ -503,7 +504,7 @@ class GPTConfig:
 
     attn: str = "softmax"  # kind of attention ("arm"), a name in ATTENTION
     n_layer: int = 12  # blocks
-    n_head: int = 12  # heads; diff and diff_linear have half as many, twice as wide
+    n_head: int = 12  # maps (of diff_v2: pairs of maps). A head of diff and diff_linear has two
     n_embd: int = 768  # channels
     block_size: int = 1024  # tokens of a training sequence
     vocab_size: int = 50257  # of the tokenizer

@@ -22,13 +22,13 @@ import torch
 import torch.nn.functional as F
 
 from data import load_manual, load_sequences
-from lab.stats import markdown, parser
+from lab.stats import markdown, parser, renew
 from model import GPT
 
 PAIRS = {"diff_v2": ("diff_v2", "softmax"), "longer": ("longer/softmax", "softmax")}
 BLOCKS, T = 203, 256  # all of the val text, in blocks as train.py evaluates them
 LENGTHS = {"0 to 3": (0, 3), "4 to 7": (4, 7), "8 and more": (8, 10_000)}
-RESULTS = Path(__file__).parent / "results" / "matches.json"
+RESULTS = Path(__file__).parent / "results"
 
 
 @torch.no_grad()
@@ -117,13 +117,13 @@ def table_of(found, which, resamples=4000):
 def main(argv=None):
     p = parser("lab.matches", __doc__)
     p.add_argument("folder", type=Path, nargs="?",
-                   help="of the runs, whose measurement is published (else what is published)")
+                   help="of the runs, which are measured. Without it the page is written anew")
     args = p.parse_args(argv)
+    data = RESULTS / "matches.json"
     if args.folder:
-        RESULTS.write_text(json.dumps(measure(args.folder)))
-    found = json.loads(RESULTS.read_text())
-    for which in PAIRS:
-        print(markdown(table_of(found, which)))
+        data.write_text(json.dumps(measure(args.folder)))
+    found = json.loads(data.read_text())
+    renew(RESULTS / "minus.md", {which: markdown(table_of(found, which)) for which in PAIRS})
 
 
 if __name__ == "__main__":

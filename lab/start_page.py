@@ -26,6 +26,7 @@ CONTRASTS = {
     "(c) diff − 2 heads, norm, factor": ("diff", "2 heads, norm, factor"),
     "(d) diff, no norm − 2 heads": ("diff, no norm", "2 heads"),
     "softmax, norm − softmax": ("softmax, norm", "softmax"),
+    "diff, no norm − softmax": ("diff, no norm", "softmax"),
     "diff_v2 − softmax": ("diff_v2", "softmax"),
 }
 LOOKS = (0, 100, 500)  # steps at which the stream is looked at
@@ -69,21 +70,19 @@ def difference(a, b, digits=3):
 
 
 def table_of(data):
-    """The contrasts, at each arm's own rate, and at s = 1 at each rate of the grid."""
+    """The contrasts at both starts, at each arm's own rate, and at each rate of the grid."""
     table = []
-    for name, rows in CONTRASTS.items():
-        cells = [Cell(row, "own") for row in rows]
-        pairs = {start: [data.reported(cell, std)[1] for cell in cells]
-                 for start, std in STD.items()}
-        fewest = min(len(losses) for pair in pairs.values() for losses in pair)
-        line = {"at their own rates, and at one": f"{name} (n = {fewest})"}
-        for start, pair in pairs.items():
-            line[f"own, s = {start}"] = difference(*pair)
-        for lr in RATES:
-            pair = [data.at(cell, 1.0, lr) for cell in cells]
-            has_all = [set(losses) == set(FEW) for losses in pair]
-            line[f"{lr:g}, s = 1"] = difference(*pair, digits=2) if all(has_all) else ""
-        table.append(line)
+    for start, std in STD.items():
+        for name, rows in CONTRASTS.items():
+            cells = [Cell(row, "own") for row in rows]
+            pair = [data.reported(cell, std)[1] for cell in cells]
+            line = {"s": start, "contrast": name, "n": min(map(len, pair))}
+            line["own rates"] = difference(*pair)
+            for lr in RATES:
+                few = [data.at(cell, std, lr) for cell in cells]
+                has_all = all(set(losses) == set(FEW) for losses in few)
+                line[f"{lr:g}"] = difference(*few, digits=2) if has_all else ""
+            table.append(line)
     return table
 
 

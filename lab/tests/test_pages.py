@@ -18,7 +18,8 @@ def test_its_links_lead_somewhere(page):
 @pytest.mark.parametrize("number, page", [
     ("0.016 ± 0.010", "start.md"),
     ("0.041 ± 0.008", "start.md"),
-    ("0.014 ± 0.004", "start.md"),
+    ("0.062 ± 0.020", "text.md"),
+    ("0.014 ± 0.004", "minus.md"),
 ])
 def test_a_number_of_the_readme_stands_on_its_page(number, page):
     readme = " ".join((TOP / "README.md").read_text(encoding="utf-8").split())

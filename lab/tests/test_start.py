@@ -1,6 +1,7 @@
 """The runs of lab/start.py: at once or alone they are the same, and the page says its data."""
 import json
 from dataclasses import replace
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -116,27 +117,42 @@ def test_a_diverged_run_is_inf(tiny):
     assert json.loads(runs.file.read_text().splitlines()[0])["val_loss"] == np.inf
 
 
-def test_the_page_says_its_data():
-    page = (start.RESULTS / "start.md").read_text(encoding="utf-8")
+def words_of(page):
+    return " ".join((start.RESULTS / page).read_text(encoding="utf-8").split()).replace("−", "-")
+
+
+def test_the_pages_say_their_data():
     about, runs = stats.read_json(start.RESULTS / "start.json")
     data = start_page.Data(runs)
+    page = (start.RESULTS / "start.md").read_text(encoding="utf-8")
     assert stats.markdown(start_page.table_of(data)) in page
 
-    def less(rows, std=None, head="tied"):
-        one, other = [data.reported(Cell(row, head), std)[1] for row in rows]
-        return stats.plus_minus(*stats.difference(list(one.values()), list(other.values())))
+    def reported(rows, std=None, head="tied"):
+        return [data.reported(Cell(row, head), std)[1] for row in rows]
 
-    def at_low_rate(rows):
-        one, other = [data.at(Cell(row, "own"), 1.0, 5e-4) for row in rows]
-        return stats.plus_minus(*stats.difference(list(one.values()), list(other.values())))
+    def less(*args):
+        return start_page.difference(*reported(*args))
 
-    words = " ".join(page.split()).replace("−", "-")
+    low = [data.at(Cell(row, "own"), 1.0, 5e-4) for row in ("diff", "softmax")]
+    cost = fmean(low[1].values()) - fmean(reported(["softmax"], 1.0, "own")[0].values())
+    words = words_of("start.md")
     for number in [
         f"by {less(['diff', 'softmax'], 1.0, 'own')} at std 1",
         f"and by {less(['diff', 'softmax'], None, 'own')} at std 0.05",
+        f"softmax is {cost:.2f} worse there",
+        f"`diff` is {less(['diff', 'softmax, norm'], 1.0, 'own')} behind softmax with the norm",
+        f"softmax {less(['softmax, norm', 'softmax'], None, 'own')} and",
+        f"`diff` {less(['diff', 'diff, no norm'], None, 'own')}. At low rates",
+        f"is {less(['softmax', 'diff, no norm'], None, 'own')} ahead of softmax",
         f"gains {less(['2 heads', 'diff, no norm'], 1.0, 'own')} (s = 1)",
         f"and {less(['2 heads', 'diff, no norm'], None, 'own')} (s = 0.05)",
-        f"Right: {at_low_rate(['diff', 'softmax'])}",
+        f"cost {less(['2 heads', 'softmax'], 1.0, 'own')} and "
+        f"{less(['2 heads', 'softmax'], None, 'own')}",
+        f"It held: {start_page.difference(*low)}",
+    ]:
+        assert number in words, number
+    words = words_of("minus.md")
+    for number in [
         f"`diff_v2` is {less(['softmax', 'diff_v2'])} ahead of softmax",
         f"it is {less(['diff_v2, plus', 'diff_v2'])} worse than with the minus",
         f"no better than softmax ({less(['diff_v2, plus', 'softmax'])} behind)",
@@ -146,13 +162,11 @@ def test_the_page_says_its_data():
 
 
 def test_the_page_says_where_the_lead_lies():
-    page = " ".join((start.RESULTS / "start.md").read_text(encoding="utf-8").split())
-    found = json.loads(matches.RESULTS.read_text())
-    (line,) = [line for line in matches.table_of(found, "diff_v2")
-               if "8 and more, wrong" in line.values()]
-    share = line["of the lead, %"].replace("(", "% (").replace("-", "−")
-    assert f"are {float(line['bytes, %']):.0f} % of the text and have {share} of the lead" in page
+    page = (start.RESULTS / "minus.md").read_text(encoding="utf-8")
+    found = json.loads((start.RESULTS / "matches.json").read_text())
+    for which in matches.PAIRS:
+        assert stats.markdown(matches.table_of(found, which)) in page
     n_bytes = np.sum(found["counts"])
     leads = {name: np.sum(lead, axis=(1, 2)) / n_bytes for name, lead in found["leads"].items()}
     less = stats.mean_interval(list(leads["diff_v2"] - leads["longer"]))
-    assert f"lower loss than `diff_v2`, too, by {stats.plus_minus(*less)}" in page
+    assert f"lower loss than `diff_v2`, too, by {stats.plus_minus(*less)}" in words_of("minus.md")
