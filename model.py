@@ -15,7 +15,7 @@ much token i takes from each token j <= i. The difference of two maps is meant t
 that both of them give to irrelevant tokens. We call a kind of attention an arm, as in a trial. An
 arm is a class that has its equation in two forms:
 
-    make_map    A, as the paper writes it: to read, to look at, and to test the other form
+    make_map    A, as its paper writes it: to read, to look at, and to test the other form
     attend      A V, computed without ever holding A: this is what trains
 
     softmax               A_ij = exp((R_i q_i) . (R_j k_j) / sqrt(d)) / z_i
@@ -216,8 +216,8 @@ class Diff(Softmax):
         head = (1 - lambda_init) RMSNorm(A V)                                             (Eq. 3)
 
     The queries and keys 2n and 2n + 1 make the two maps of head n, whose values are twice as wide.
-    A row of A sums to 1 - lambda only. The norm makes the output of each head about 1 in size, which
-    is more than softmax's.
+    A row of A sums to 1 - lambda only. The norm and the factor make the output of each head
+    1 - lambda_init in size, at first: 0.8 in the first layer, which is more than softmax's.
     """
 
     value_width = 2
@@ -297,7 +297,7 @@ class DiffLinear(Diff):  # inherits only its lambda and its norm. Both forms are
 
     (Here q and k are features, rotated, and each q is divided by its z.) So the difference of two
     linear maps is one linear map with twice the features. Softmax can't do that: the exp of the
-    joined scores would be the product of the two maps, and not their difference.
+    joined scores would be a quotient, exp(s_1) / exp(lambda s_2), and not a difference.
     """
 
     def make_map(self, q, k, x, rope):

@@ -478,7 +478,10 @@ def summarize(logs):
         program = f"-m {spec.name}" if spec else sys.argv[0]
     out = Path(first["out"])
     print(f"sample from it:  python {program} --ckpt={shlex.quote(str(out))}")
-    print(f"compare seeds:   python -m lab.losses {shlex.quote(str(out.parent.parent))}")
+    several = out.parent.parent  # out/seeds, if --out was out/seeds/2
+    if out.parent == Path("out", first["preset"]):  # no --out was given
+        several = out.parent
+    print(f"compare seeds:   python -m lab.losses {shlex.quote(str(several))}")
 
 
 if __name__ == "__main__":
