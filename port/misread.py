@@ -39,7 +39,7 @@ def other_reading(port):
         why = f"{names['lambda_q1']} has {d} channels, and the queries have {rows}"
         fits = remainder == 0 and maps % 2 == 0
     elif "gate" in names:
-        h = len(port.weights[names["gate"]])
+        h = sum(len(part) for part in parts["gate"])
         reading = replace(said, version=2, n_head=h)
         why = f"{names['gate']} has {h} rows, and there are no lambda vectors"
         fits = rows % (2 * h) == 0

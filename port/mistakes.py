@@ -117,6 +117,9 @@ BY_NUMBER = [
         "the square. Usual: the table was made for 2d channels.")),
     Mistake("rotary share", CHOICE, text=(
         "The rotary embedding turns some channels of a query. In the paper it turns all.")),
+    Mistake("weights transposed", SAME, text=(
+        "The rows of a matrix are its inputs: y = x @ W. In the paper's code they are its outputs, "
+        "as those of nn.Linear.")),
 ]
 
 # what is found by trying, one function in place of another

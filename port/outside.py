@@ -158,6 +158,44 @@ def look_further(port, seen):
     return {}
 
 
+def transposed(port, way, x):
+    """Names of the matrices whose rows are inputs, as in x @ W. The rows of a Linear are outputs.
+
+    Where x is 0 but for its first channel, a matrix that is multiplied by x has a gradient only
+    where it meets this channel: in its first row or its first column. For W_O the same holds of the
+    first channel of the output.
+    """
+    port.draw()
+    first = torch.zeros(x.shape[2])
+    first[0] = 1
+    from_x = gradients(port, way, first * x, x)
+    to_y = gradients(port, way, x, first * x)
+    found = []
+    for name, role in port.roles.items():
+        if role == "o" and is_only_in_first_row(to_y[name].mT):
+            found.append(name)
+        elif re.fullmatch("[qkv]+|gate", role) and is_only_in_first_row(from_x[name]):
+            found.append(name)
+    return frozenset(found)
+
+
+def gradients(port, way, x, slope):
+    """{name: gradient of a weight}, of the output for x times slope."""
+    y = port.run(way.arguments, x)
+    if y is None or not y.requires_grad:
+        return port.drawn
+    found = torch.autograd.grad((y * slope).sum(), list(port.drawn.values()),
+                                materialize_grads=True)
+    return dict(zip(port.drawn, found))
+
+
+def is_only_in_first_row(gradient):
+    """Whether a matrix is 0 but for its first row, and not but for its first column."""
+    if gradient.ndim != 2:
+        return False
+    return not gradient[1:].any() and bool(gradient[:, 1:].any())
+
+
 def dead_weights(port, way, x):
     """Names of the weights that have no effect in two draws of them."""
     first = without_gradient(port, way, x, seed=1)
@@ -167,7 +205,7 @@ def dead_weights(port, way, x):
 
 
 def without_gradient(port, way, x, seed):
-    """Names of the weights of which some row has no effect on the output."""
+    """Names of the weights of which some output, a row, has no effect on the layer's output."""
     port.draw(seed=seed)
     y = port.run(way.arguments, x)
     weights = {}
@@ -177,8 +215,13 @@ def without_gradient(port, way, x, seed):
             weights[name] = weight
     if not y.requires_grad:
         return list(weights)
-    gradients = torch.autograd.grad((y * x).sum(), list(weights.values()), materialize_grads=True)
-    return [name for name, g in zip(weights, gradients) if not g.any(-1).all()]
+    slopes = torch.autograd.grad((y * x).sum(), list(weights.values()), materialize_grads=True)
+    found = []
+    for name, slope in zip(weights, slopes):
+        inputs = 0 if name in port.transposed else -1  # the dimension that holds them
+        if not slope.any(inputs).all():
+            found.append(name)
+    return found
 
 
 def switch_that_matters(port, seen, y):

@@ -64,6 +64,7 @@ class Port:
                 self.tell(role, name)
         letters = [role for role in self.roles.values() if re.fullmatch("[qkv]{2,}", role)]
         self.fused = letters[0] if letters else ""
+        self.transposed = frozenset()  # names of matrices whose rows are inputs
         self.drawn = {}  # the weights with which it runs
         self.problems = []  # what went wrong in calls
 
@@ -96,13 +97,14 @@ class Port:
                 number = LAMBDAS[role] if seed == 1 else LAMBDAS[role] / 2
                 new.fill_(number / size)
             letters = order if order and role == self.fused else [role]
-            for letter, part in zip(letters, torch.atleast_1d(new).chunk(len(letters))):
+            outputs = 1 if name in self.transposed else 0  # the dimension that holds them
+            for letter, part in zip(letters, torch.atleast_1d(new).chunk(len(letters), outputs)):
                 part *= loud.get(letter, 1.0)
                 part += letter in ("norm", "qk_norm")
                 if part.ndim == 3:  # a matrix for each head, (h, C, d) or (h, d, C)
                     part = part.flatten(0, 1).T if letter == "o" else part.mT.flatten(0, 1)
                 if name not in without:
-                    parts[letter].append(part.double())
+                    parts[letter].append(part.double().transpose(0, outputs))
             drawn[name] = new.requires_grad_()
         self.use(drawn)
         return parts

@@ -43,6 +43,7 @@ def diagnose(layer=None, n_head=8, depth=0, version=1, causal=True, names=None):
     """
     port = Port(layer, Reading(n_head, depth, version, causal), names)
     x, ways = port.ways()
+    port.transposed = outside.transposed(port, ways[0], x)
     seen = outside.look(port, x, ways)
     found = [findings.Finding(find(name), detail) for name, detail in seen.mistakes.items()]
     causes = None
@@ -82,7 +83,11 @@ def explain(port, seen):
         found = search.run()
     if found:
         equal = f"With these changes our layer equals yours to {found.error:.0e}."
-        return findings.from_search(found, seen.tolerance), equal
+        causes = findings.from_search(found, seen.tolerance)
+        if port.transposed:
+            names = ", ".join(in_short(sorted(port.transposed)))
+            causes.append(findings.Finding(find("weights transposed"), f"Here: {names}."))
+        return causes, equal
     if has_no_past:
         return None, "Mend that first, and run again: the rest can't be compared so."
     if not {"lambda_q1", "gate"} & set(port.roles.values()):  # no weight tells n_head

@@ -170,6 +170,39 @@ class ListOfHeads(Right):
         return self.out_proj(torch.cat(y, -1)), None
 
 
+class Transposed(nn.Module):
+    """x @ W + b, as GPT-2's Conv1D."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) / 8)
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+class TransposedOutput(Right):
+    def __init__(self):
+        super().__init__()
+        self.out_proj = Transposed(64, 64)
+
+
+class AllTransposed(Right):
+    def __init__(self):
+        super().__init__()
+        self.q_proj = Transposed(64, 64)
+        self.k_proj = Transposed(64, 64)
+        self.v_proj = Transposed(64, 64)
+        self.out_proj = Transposed(64, 64)
+
+
+class FusedTransposed(Fused):
+    def __init__(self):
+        super().__init__()
+        self.c_attn = Transposed(64, 192)
+
+
 class ComplexTable(Right):
     """Llama's manner: a complex table and a mask come from outside, and the output is alone."""
 

@@ -53,6 +53,23 @@ def test_a_right_layer_is_the_same(kind):
     assert verdict.kind == "SAME" and verdict.explained
 
 
+@pytest.mark.parametrize("kind, weights", [
+    (right.TransposedOutput, "out_proj.weight"),
+    (right.AllTransposed, "k_proj.weight, out_proj.weight, q_proj.weight, v_proj.weight"),
+    (right.FusedTransposed, "c_attn.weight"),
+])
+def test_transposed_weights_are_read_as_they_lie(kind, weights):
+    verdict = diagnose(kind(), 8, 3)
+    assert (verdict.kind, verdict.same) == ("SAME", ["weights transposed"])
+    assert f"Here: {weights}." in text_of(verdict)
+
+
+def test_a_transposed_gate():
+    layer = right.Version2()
+    layer.lambda_proj = right.Transposed(64, 4)
+    assert diagnose(layer, 4, version=2).same == ["weights transposed"]
+
+
 @pytest.mark.parametrize("kv", [1, 2])
 def test_grouped_keys_and_version_2_are_right(kv):
     assert diagnose(right.Right(kv), n_head=8, depth=3).kind == "SAME"
@@ -103,6 +120,7 @@ def test_numbers_are_measured(kind, verdict, name, number):
     (wrong.EvalDiffers, "switch"),
     (wrong.LambdaIsANumber, "dead weights"),
     (wrong.SameMapTwice, "dead weights"),
+    (wrong.SameMapTwiceTransposed, "dead weights"),
 ])
 def test_what_is_seen_from_outside(kind, name):
     verdict = diagnose(kind(), n_head=8, depth=3)

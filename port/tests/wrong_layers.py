@@ -5,7 +5,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from port.tests.right_layers import INIT, VECTORS, Right, Version2, rotate_halves, rotate_neighbours, tables
+from port.tests.right_layers import INIT, VECTORS, AllTransposed, Right, Version2
+from port.tests.right_layers import rotate_halves, rotate_neighbours, tables
 
 
 class GroupNormOverTime(Right):
@@ -230,6 +231,11 @@ class LambdaOfAScalar(Right):
 class SameMapTwice(Right):
     """The second map is made of the first one's queries and keys."""
 
+    def subtract(self, A, v):
+        return (A[:, 0::2] - self.lam() * A[:, 0::2]) @ v
+
+
+class SameMapTwiceTransposed(AllTransposed):
     def subtract(self, A, v):
         return (A[:, 0::2] - self.lam() * A[:, 0::2]) @ v
 
