@@ -46,7 +46,7 @@ def join(seen, causes):
 def from_search(found, tolerance):
     """Findings of the mistakes, and of the fitted numbers that are not the paper's."""
     reading, w = found.reading, found.w
-    near = max(1e-3, tolerance)  # numbers that are closer than this count as equal
+    near = nearness(tolerance)
     findings = [Finding(mistake) for mistake in found.mistakes]
     lambda_init = reading.lambda_init
     if reading.version == 0:
@@ -64,6 +64,11 @@ def from_search(found, tolerance):
     if reading.version > 0:
         findings += of_number("value width", w.paper_d_v, w.d_v, near)
     return findings + of_rotary(w, near)
+
+
+def nearness(tolerance):
+    """Numbers that are closer than this count as equal."""
+    return max(1e-3, tolerance)
 
 
 def of_number(name, paper, yours, near):

@@ -56,7 +56,10 @@ class Clock:
 
 
 class Found:
-    """What explains a port: mistakes, and w of two draws, with the numbers that were fitted."""
+    """What explains a port: mistakes, and w of two draws, with the numbers that were fitted.
+
+    again: of the second draw, whose lambda vectors are others.
+    """
 
     def __init__(self, reading, mistakes, error, w, again):
         self.reading = reading

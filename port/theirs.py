@@ -12,7 +12,7 @@ from model import ATTENTION, GPTConfig
 from port import given
 from port.paper import lambda_init_of
 from port.problems import USE_VECTORS, NoVerdict, how_far, refuse_what_is_no_layer, say
-from port.roles import ROLES, role_of
+from port.roles import ROLES, VECTORS, role_of, stacked_vectors
 
 # what these weights are in a first draw, the same in all heads, so that 0 < lambda < 1. In another
 # draw they are half of it: findings.py tells by both whether lambda has the paper's form
@@ -64,6 +64,7 @@ class Port:
                 self.tell(role, name)
         letters = [role for role in self.roles.values() if re.fullmatch("[qkv]{2,}", role)]
         self.fused = letters[0] if letters else ""
+        self.vectors_in = {}  # {name: [lambda_q1, ...]} of a weight that holds several of them
         self.transposed = frozenset()  # names of matrices whose rows are inputs
         self.drawn = {}  # the weights with which it runs
         self.problems = []  # what went wrong in calls
@@ -76,6 +77,30 @@ class Port:
                             f"weights are {weights}")
         self.roles[name] = role
         self.told.add(name)
+
+    def read_shapes(self, C):
+        """Find roles that names do not tell: lambda's vectors in one weight, and W_O as the rest.
+
+        How the vectors lie in it is a guess. findings.py mends it, once lambda is known.
+        """
+        if self.said.version == 1 and not set(VECTORS) & set(self.roles.values()):
+            guesses = {n: w for n, w in self.weights.items() if n not in self.told}
+            vectors = iter(VECTORS)
+            for name, count in stacked_vectors(guesses, self.roles, C).items():
+                self.roles[name] = "lambdas"
+                self.vectors_in[name] = [next(vectors) for _ in range(count)]
+        unknown = [name for name, role in self.roles.items() if role == "unknown"]
+        if len(unknown) == 1 and "o" not in self.roles.values():
+            self.roles[unknown[0]] = "o"
+
+    def missing_roles(self):
+        """What the paper's layer has, and no weight of this one was read as."""
+        found = set(self.roles.values()).union(*self.vectors_in.values())
+        for role in list(found):
+            if re.fullmatch("[qkv]+", role):
+                found |= set(role)
+        expected = ["gate"] if self.said.version == 2 else ["norm", *VECTORS]
+        return [role for role in ["q", "k", "v", "o", *expected] if role not in found]
 
     def draw(self, order="", seed=1, flat=False, without=()):
         """Draw weights, and return {role: [part, ...]} of them, in float64.
@@ -93,18 +118,18 @@ class Port:
             role = self.roles[name]
             size = math.sqrt(max(weight.shape, default=1))
             new = torch.randn(weight.shape, generator=random) / size
-            if role in LAMBDAS:
-                number = LAMBDAS[role] if seed == 1 else LAMBDAS[role] / 2
-                new.fill_(number / size)
-            letters = order if order and role == self.fused else [role]
+            letters = self.vectors_in.get(name, [role])
+            if order and role == self.fused:
+                letters = order
             outputs = 1 if name in self.transposed else 0  # the dimension that holds them
             for letter, part in zip(letters, torch.atleast_1d(new).chunk(len(letters), outputs)):
+                if letter in LAMBDAS:
+                    number = LAMBDAS[letter] if seed == 1 else LAMBDAS[letter] / 2
+                    part.fill_(number / math.sqrt(part.shape[-1]))
                 part *= loud.get(letter, 1.0)
                 part += letter in ("norm", "qk_norm")
-                if part.ndim == 3:  # a matrix for each head, (h, C, d) or (h, d, C)
-                    part = part.flatten(0, 1).T if letter == "o" else part.mT.flatten(0, 1)
                 if name not in without:
-                    parts[letter].append(part.double().transpose(0, outputs))
+                    parts[letter].append(rows_of(part, letter).double().transpose(0, outputs))
             drawn[name] = new.requires_grad_()
         self.use(drawn)
         return parts
@@ -167,6 +192,17 @@ class Port:
         text = "the layer does not run: " + "; or: ".join(dict.fromkeys(said))
         looks_foreign = re.search(r"numpy|ndarray|jax|mlx", text, re.IGNORECASE)
         return f"{text}. {USE_VECTORS}" if looks_foreign else text
+
+
+def rows_of(part, letter):
+    """A part of a weight as (outputs, inputs), and lambda's vectors as (1 or h, d)."""
+    if letter in VECTORS:
+        return part.reshape(-1, part.shape[-1])
+    if part.ndim == 3:  # a matrix for each head, (h, C, d) or (h, d, C)
+        return part.flatten(0, 1).T if letter == "o" else part.mT.flatten(0, 1)
+    if part.ndim > 3:  # as (h, 2, d, C)
+        return part.flatten(0, -2)
+    return part
 
 
 def check(said):

@@ -1,5 +1,5 @@
 """The verdict on a port: what is seen from outside, and what makes the paper's layer into it."""
-from port import findings, misread, outside, stand_ins
+from port import findings, lambdas, misread, outside, stand_ins
 from port.mistakes import BROKEN, CHOICE, DIFFERS, NOTE, SAME, find
 from port.outside import NOT_SOUND
 from port.problems import NoVerdict
@@ -43,6 +43,7 @@ def diagnose(layer=None, n_head=8, depth=0, version=1, causal=True, names=None):
     """
     port = Port(layer, Reading(n_head, depth, version, causal), names)
     x, ways = port.ways()
+    port.read_shapes(x.shape[2])
     port.transposed = outside.transposed(port, ways[0], x)
     seen = outside.look(port, x, ways)
     found = [findings.Finding(find(name), detail) for name, detail in seen.mistakes.items()]
@@ -67,14 +68,15 @@ def explain(port, seen):
     block = misread.is_a_block(port, seen.ways[0], seen.x)
     if block:
         raise NoVerdict(block)
+    unknown = [name for name, role in port.roles.items() if role == "unknown"]
+    if unknown and "dead weights" not in seen.mistakes:
+        raise NoVerdict(misread.ask_for_names(port, unknown))
     reading = misread.better_reading(port, seen, clock)
     if reading:
         raise NoVerdict(reading)
     search = Search(port, port.said, seen, clock, seconds=3 if has_no_past else SECONDS)
     if not search.tries:
-        roles = ", ".join(in_short(f"{name} as {role}" for name, role in port.roles.items()))
-        raise NoVerdict("its weights do not have the sizes of such a layer. Are n_head, version "
-                        f"and names right? They were read as follows: {roles}")
+        raise NoVerdict(misread.what_does_not_fit(port, seen.x.shape[2]))
     has_lambda = any(role.startswith("lambda") or role == "gate" for role in port.roles.values())
     found = None
     if not has_lambda:
@@ -83,6 +85,8 @@ def explain(port, seen):
         found = search.run()
     if found:
         equal = f"With these changes our layer equals yours to {found.error:.0e}."
+        if port.vectors_in:
+            lambdas.name_vectors(port, found, findings.nearness(seen.tolerance))
         causes = findings.from_search(found, seen.tolerance)
         if port.transposed:
             names = ", ".join(in_short(sorted(port.transposed)))
@@ -90,7 +94,7 @@ def explain(port, seen):
         return causes, equal
     if has_no_past:
         return None, "Mend that first, and run again: the rest can't be compared so."
-    if not {"lambda_q1", "gate"} & set(port.roles.values()):  # no weight tells n_head
+    if not {"lambda_q1", "lambdas", "gate"} & set(port.roles.values()):  # no weight tells n_head
         reading = misread.better_reading_by_trying(port, seen, clock)
         if reading:
             raise NoVerdict(reading)
@@ -116,8 +120,15 @@ def how_it_was_read(port):
     said = port.said
     text = (f"read with n_head={said.n_head}, depth={said.depth}, version={said.version}, "
             f"causal={said.causal}")
-    guesses = [f"{name} as {role}" for name, role in port.roles.items()
-               if name not in port.told and not is_obvious(name, role)]
+    guesses = []
+    for name, role in port.roles.items():
+        if name in port.vectors_in:
+            guesses.append(f"{name} as {' and '.join(port.vectors_in[name])}")
+        elif name not in port.told and not is_obvious(name, role):
+            guesses.append(f"{name} as {role}")
     packages = stand_ins.packages(stand_ins.in_use())
     used = [f"a stand-in for {package}" for package in packages]
-    return ", ".join([text, *in_short(guesses), *used])
+    text = ", ".join([text, *in_short(guesses), *used])
+    missing = ", ".join(port.missing_roles())
+    return f"{text}. Not found: {missing}" if missing else text
+

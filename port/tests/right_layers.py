@@ -203,6 +203,76 @@ class FusedTransposed(Fused):
         self.c_attn = Transposed(64, 192)
 
 
+class VectorsInTwo(Right):
+    """lambda's vectors in two weights, whose names do not say lambda."""
+
+    def __init__(self):
+        super().__init__()
+        for name in VECTORS:
+            delattr(self, name)
+        self.lq = nn.Parameter(torch.randn(2, 8) / 10)
+        self.lk = nn.Parameter(torch.randn(2, 8) / 10)
+
+    def lam(self):
+        first, second = (self.lq * self.lk).sum(-1).exp()
+        return first - second + self.lambda_init
+
+
+class VectorsInOne(Right):
+    """Here the last two rows are the first pair."""
+
+    def __init__(self):
+        super().__init__()
+        for name in VECTORS:
+            delattr(self, name)
+        self.lambdas = nn.Parameter(torch.randn(4, 8) / 10)
+
+    def lam(self):
+        q2, k2, q1, k1 = self.lambdas
+        return (q1 @ k1).exp() - (q2 @ k2).exp() + self.lambda_init
+
+
+class VectorsInAList(VectorsInOne):
+    def __init__(self):
+        super().__init__()
+        del self.lambdas
+        self.lambdas = nn.ParameterList(torch.randn(8) / 10 for _ in range(4))
+
+
+class VectorsWithOnes(Right):
+    """lambda's vectors are (1, 1, 8)."""
+
+    def __init__(self):
+        super().__init__()
+        for name in VECTORS:
+            setattr(self, name, nn.Parameter(torch.randn(1, 1, 8) / 10))
+
+
+class OneBlockForAll(Right):
+    """W_q, W_k and W_v are one weight (3, 4, 2, 8, 64)."""
+
+    def __init__(self):
+        super().__init__()
+        del self.q_proj, self.k_proj, self.v_proj
+        self.qkv = nn.Parameter(torch.randn(3, 4, 2, 8, 64) / 8)
+
+    def split(self, x):
+        q, k, v = torch.einsum("btc,zhmdc->zbhmtd", x, self.qkv)
+        return q.flatten(1, 2), k.flatten(1, 2), v.transpose(2, 3).flatten(3)
+
+
+class OddOutput(Right):
+    """The name of W_O tells nothing, and it is the only such one."""
+
+    def __init__(self):
+        super().__init__()
+        del self.out_proj
+        self.unify = nn.Linear(64, 64)
+
+    def finish(self, y):
+        return self.unify(self.merge(self.norm(y) * (1 - INIT)))
+
+
 class ComplexTable(Right):
     """Llama's manner: a complex table and a mask come from outside, and the output is alone."""
 

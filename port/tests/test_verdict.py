@@ -9,7 +9,8 @@ from port.tests import wrong_layers as wrong
 torch.set_num_threads(1)  # for tensors as small as these, more are slower
 
 RIGHT = [right.Right, right.Fused, right.Apart, right.ListOfHeads, right.ComplexTable,
-         right.HalfPrecision, right.Autocast]
+         right.VectorsWithOnes, right.OneBlockForAll, right.OddOutput, right.HalfPrecision,
+         right.Autocast]
 WRONG = [
     (wrong.GroupNormOverTime, "BROKEN", "norm over time, mean subtracted"),
     (wrong.CountsFromOne, "BROKEN", "norm over time, mean subtracted, lambda_init"),
@@ -62,6 +63,23 @@ def test_transposed_weights_are_read_as_they_lie(kind, weights):
     verdict = diagnose(kind(), 8, 3)
     assert (verdict.kind, verdict.same) == ("SAME", ["weights transposed"])
     assert f"Here: {weights}." in text_of(verdict)
+
+
+@pytest.mark.parametrize("kind, words", [
+    (right.VectorsInTwo, "lq as lambda_q1 and lambda_q2, lk as lambda_k1 and lambda_k2"),
+    (right.VectorsInOne, "lambdas as lambda_q2 and lambda_k2 and lambda_q1 and lambda_k1"),
+    (right.VectorsInAList, "lambdas.* as lambda_q2, lambdas.* as lambda_k2, lambdas.* as lambda_q1"),
+])
+def test_lambdas_vectors_may_lie_in_one_weight(kind, words):
+    verdict = diagnose(kind(), 8, 3)
+    assert verdict.kind == "SAME" and words in text_of(verdict)
+
+
+def test_what_lies_like_lambdas_vectors_and_gives_another_lambda_is_asked_for():
+    layer = wrong.VectorsInOneOfAnotherForm()
+    with pytest.raises(ValueError, match="in no order of them .* names = {\"lambda\": \\['lambdas']}"):
+        diagnose(layer, 8, 3)
+    assert diagnose(layer, 8, 3, names={"lambda": ["lambdas"]}).differs == ["lambda"]
 
 
 def test_a_transposed_gate():
@@ -206,6 +224,9 @@ def test_an_encoder():
     (wrong.LambdaOfAScalar, dict(n_head=4), "is n_head = 8 meant"),
     (wrong.Block, dict(), "Is it a whole block.* layer = yours.attn"),
     (wrong.Residual, dict(), "it adds a residual"),
+    (right.VectorsInOne, dict(n_head=4), "is version = 1, n_head = 8 meant"),
+    (wrong.UnknownWeights, dict(), r"what is thing \(4, 1, 16\), stuff \(4, 1, 16\)\? Say it with"),
+    (wrong.WideOutput, dict(), r"out_proj.weight \(64, 128\) was read as o, and \(64, 64\) is expec"),
     (wrong.NumpyLayer, dict(), "PyTorch layers only.*port/vectors.md"),
     (right.Right, dict(n_head=7), "is even, and not 7"),
     (right.Right, dict(version=3), "version is 1 or 2, not 3"),
@@ -263,6 +284,11 @@ def test_only_what_is_a_guess_is_said():
     lines = str(diagnose(right.Right(), 8, 3)).splitlines()
     assert lines[1] == "read with n_head=8, depth=3, version=1, causal=True"
     assert "c_attn.weight as qkv" in str(diagnose(right.Fused(), 8, 3))
+
+
+def test_what_was_not_found_is_said():
+    assert "Not found: lambda_q1, lambda_k1" in text_of(diagnose(wrong.LambdaOfAScalar(), 8, 3))
+    assert "Not found: norm, lambda_q1" in text_of(diagnose(wrong.PlainSoftmax(), 8, 3))
 
 
 def test_a_function_of_weights():

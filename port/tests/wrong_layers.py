@@ -5,7 +5,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from port.tests.right_layers import INIT, VECTORS, AllTransposed, Right, Version2
+from port.tests.right_layers import INIT, VECTORS, AllTransposed, Right, VectorsInOne, Version2
 from port.tests.right_layers import rotate_halves, rotate_neighbours, tables
 
 
@@ -226,6 +226,34 @@ class LambdaOfAScalar(Right):
 
     def lam(self):
         return self.lambda_param
+
+
+class VectorsInOneOfAnotherForm(VectorsInOne):
+    def lam(self):
+        return self.lambdas.sum(-1).exp().mean()
+
+
+class UnknownWeights(Right):
+    """Nothing says what these are."""
+
+    def __init__(self):
+        super().__init__()
+        self.thing = nn.Parameter(torch.randn(4, 1, 16))
+        self.stuff = nn.Parameter(torch.randn(4, 1, 16))
+
+    def norm(self, y):
+        return super().norm(y) * self.thing + self.stuff
+
+
+class WideOutput(Right):
+    """out_proj has all heads twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.out_proj = nn.Linear(128, 64)
+
+    def merge(self, y):
+        return super().merge(y).repeat(1, 1, 2)
 
 
 class SameMapTwice(Right):
