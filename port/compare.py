@@ -57,6 +57,8 @@ class Draw:
 
     def __init__(self, port, reading, seen, way, order, seed, flat):
         parts = port.draw(order, seed, flat, without=seen.unused_norms)
+        self.way = way
+        self.order = order
         self.is_flat = flat
         self.x = seen.x.double()
         self.y = port.run(way.arguments, seen.x).detach().double()

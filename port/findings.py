@@ -2,6 +2,9 @@
 import math
 import textwrap
 
+import torch
+
+from port import paper
 from port.mistakes import CHOICE, DIFFERS, find
 from port.paper import lambda_init_of
 
@@ -52,9 +55,7 @@ def from_search(found, tolerance):
     if reading.version == 0:
         findings.append(Finding(find("plain softmax")))
     if reading.version == 1:
-        # of two draws, whose lambda vectors differ. In the paper's form both give one lambda_init
-        is_of_the_paper = w.exp_part.any() and abs(w.lambda_init - found.again.lambda_init) < near
-        if is_of_the_paper:
+        if found.has_the_papers_lambda(near):
             lambda_init = float(w.lambda_init)
             findings += of_lambda_init(lambda_init, reading.depth, near)
         else:
@@ -63,7 +64,16 @@ def from_search(found, tolerance):
     findings += of_number("factor", 1 - lambda_init, w.factor, near)
     if reading.version > 0:
         findings += of_number("value width", w.paper_d_v, w.d_v, near)
-    return findings + of_rotary(w, near)
+    return findings + of_rotary(w, near) + of_norm_weight(found)
+
+
+def of_norm_weight(found):
+    """Whether each head has a weight of its own, in a norm that is otherwise the paper's."""
+    weight = found.w.norm
+    is_one_for_all = torch.equal(weight, weight[:1].expand_as(weight))
+    if found.reading.version != 1 or found.steps.norm is not paper.norm or is_one_for_all:
+        return []
+    return [Finding(find("norm weight for each head"))]
 
 
 def nearness(tolerance):

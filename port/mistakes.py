@@ -79,6 +79,8 @@ FROM_OUTSIDE = [
             "different outputs."),
     Mistake("length", BROKEN, text="A token's output changes as the text behind it grows, so "
             "generation is bad."),
+    Mistake("overflow", BROKEN, text="Larger inputs give NaN or infinity: float16 ends at 65504. Usual: "
+            "exp without the maximum taken off, or scores that are scaled after the product."),
     Mistake("unused norm", NOTE, text="The weight of a norm has no effect: it is built and never "
             "used."),
 ]
@@ -96,6 +98,8 @@ BY_NUMBER = [
     Mistake("lambda", DIFFERS, text=(
         "lambda has another form, which learns at another rate. In the paper it is "
         "exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init.")),
+    Mistake("lambda bounded", DIFFERS, text=(
+        "lambda is kept above or below a number. In the paper it has no bounds.")),
     Mistake("lambda_init", DIFFERS, text=(
         "lambda_init is not that of this layer. In the paper it is 0.8 - 0.6 exp(-0.3 l), and "
         "l counts the layers from 0.")),
@@ -117,6 +121,9 @@ BY_NUMBER = [
         "the square. Usual: the table was made for 2d channels.")),
     Mistake("rotary share", CHOICE, text=(
         "The rotary embedding turns some channels of a query. In the paper it turns all.")),
+    Mistake("longer text", DIFFERS, text=(
+        "In a longer text the layer computes something else, as where a window hides the first "
+        "tokens. In the paper each token sees all earlier ones.")),
     Mistake("weights transposed", SAME, text=(
         "The rows of a matrix are its inputs: y = x @ W. In the paper's code they are its outputs, "
         "as those of nn.Linear.")),
@@ -199,6 +206,8 @@ BY_CODE = [
 NOTES = [
     Mistake("start from zeros", NOTE, text="These weights are 0 in the layer as it was given, and "
             "their gradient is a product of zeros. If training starts so, they stay 0."),
+    Mistake("norm weight for each head", NOTE, text="The norm has a weight for each head. In the "
+            "paper one weight serves all heads."),
     Mistake("rounding", NOTE, text="The layer rounds to float16 or bfloat16 inside. What differs "
             "by less than that is not seen."),
 ]

@@ -48,6 +48,11 @@ class Seen:
     sees_future: bool = False  # within x: a longer text may show another leak
     uses_order: bool = True  # the order of earlier tokens matters
 
+    @property
+    def rounds(self):
+        """To float16 or bfloat16. float32 makes less, also where A_1 and lambda A_2 nearly cancel."""
+        return self.tolerance > 1e-4
+
 
 def look(port, x, ways):
     """Seen, in the best ways to call the layer.
@@ -61,6 +66,8 @@ def look(port, x, ways):
     best = replace(best, ways=ways)
     if port.said.causal and best.mistakes.keys().isdisjoint(NOT_SOUND) and not best.sees_future:
         best = replace(best, mistakes=look_further(port, best) | best.mistakes)
+    if best.rounds and best.mistakes.keys().isdisjoint(NOT_SOUND):
+        best = replace(best, mistakes=overflow(port, best) | best.mistakes)
     port.draw()
     return replace(best, uses_order=any(uses_order(port, best, way) for way in best.ways))
 
@@ -155,6 +162,16 @@ def look_further(port, seen):
                 return {"sees the future": f"In a text of {T} tokens the ones from {start} on move "
                                            f"token {j} by {moved[j]:.1%}."}
         return {}
+    return {}
+
+
+def overflow(port, seen):
+    """{"overflow": detail}, if larger inputs give no numbers, with weights as at a usual start."""
+    port.draw(quiet=True)
+    for times in (10, 30):
+        y = port.run(seen.ways[0].arguments, times * seen.x)
+        if y is not None and not y.isfinite().all():
+            return {"overflow": f"Here they are {times} times as large as behind a norm."}
     return {}
 
 

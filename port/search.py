@@ -58,15 +58,22 @@ class Clock:
 class Found:
     """What explains a port: mistakes, and w of two draws, with the numbers that were fitted.
 
-    again: of the second draw, whose lambda vectors are others.
+    draw: the first of them. again: w of the second, whose lambda vectors are others.
     """
 
-    def __init__(self, reading, mistakes, error, w, again):
+    def __init__(self, reading, mistakes, steps, error, draw, w, again):
         self.reading = reading
         self.mistakes = mistakes
+        self.steps = steps
         self.error = error
+        self.draw = draw
         self.w = w
         self.again = again
+
+    def has_the_papers_lambda(self, near):
+        """In the paper's form lambda without what the vectors make is the same in both draws."""
+        is_version_1 = self.reading.version == 1 and bool(self.w.exp_part.any())
+        return is_version_1 and bool(abs(self.w.lambda_init - self.again.lambda_init) < near)
 
 
 class Search:
@@ -151,7 +158,7 @@ class Search:
                 error, again = other.fit(steps, turned, theta)
             self.sharp_errors.append(error)
             if error < self.seen.tolerance:
-                return Found(self.reading, mistakes, error, w, again)
+                return Found(self.reading, mistakes, steps, error, sharp, w, again)
         return None
 
     def possible(self, is_sharp):

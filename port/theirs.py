@@ -102,16 +102,21 @@ class Port:
         expected = ["gate"] if self.said.version == 2 else ["norm", *VECTORS]
         return [role for role in ["q", "k", "v", "o", *expected] if role not in found]
 
-    def draw(self, order="", seed=1, flat=False, without=()):
+    def draw(self, order="", seed=1, flat=False, without=(), lambdas=None, quiet=False):
         """Draw weights, and return {role: [part, ...]} of them, in float64.
 
         order: of the rows of a fused weight. Without it nothing of this weight is made larger, and
         it is one part. flat: W_q = 0, so that all maps are flat.
         without: names of weights that have no effect. They are drawn, and are nobody's part.
+        lambdas: numbers in place of LAMBDAS. quiet: nothing is made larger.
         """
         random = torch.Generator().manual_seed(seed)
         # v is so large that the eps of a norm does not show
         loud = {"q": 0.0 if flat else 1.5, "v": 300.0, "bias": 0.0, "qk_norm": 0.0}
+        if quiet:
+            loud = {"bias": 0.0, "qk_norm": 0.0}
+        if lambdas is None:
+            lambdas = LAMBDAS if seed == 1 else {name: x / 2 for name, x in LAMBDAS.items()}
         drawn = {}
         parts = defaultdict(list)
         for name, weight in self.weights.items():
@@ -123,9 +128,8 @@ class Port:
                 letters = order
             outputs = 1 if name in self.transposed else 0  # the dimension that holds them
             for letter, part in zip(letters, torch.atleast_1d(new).chunk(len(letters), outputs)):
-                if letter in LAMBDAS:
-                    number = LAMBDAS[letter] if seed == 1 else LAMBDAS[letter] / 2
-                    part.fill_(number / math.sqrt(part.shape[-1]))
+                if letter in lambdas:
+                    part.fill_(lambdas[letter] / math.sqrt(part.shape[-1]))
                 part *= loud.get(letter, 1.0)
                 part += letter in ("norm", "qk_norm")
                 if name not in without:

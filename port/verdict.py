@@ -1,5 +1,5 @@
 """The verdict on a port: what is seen from outside, and what makes the paper's layer into it."""
-from port import findings, lambdas, misread, outside, stand_ins
+from port import findings, further, lambdas, misread, outside, stand_ins
 from port.mistakes import BROKEN, CHOICE, DIFFERS, NOTE, SAME, find
 from port.outside import NOT_SOUND
 from port.problems import NoVerdict
@@ -65,15 +65,7 @@ def explain(port, seen):
     """(findings or None, a sentence). NoVerdict if there is nothing that can be compared."""
     has_no_past = "no past" in seen.mistakes
     clock = Clock()
-    block = misread.is_a_block(port, seen.ways[0], seen.x)
-    if block:
-        raise NoVerdict(block)
-    unknown = [name for name, role in port.roles.items() if role == "unknown"]
-    if unknown and "dead weights" not in seen.mistakes:
-        raise NoVerdict(misread.ask_for_names(port, unknown))
-    reading = misread.better_reading(port, seen, clock)
-    if reading:
-        raise NoVerdict(reading)
+    refuse_what_is_misread(port, seen, clock)
     search = Search(port, port.said, seen, clock, seconds=3 if has_no_past else SECONDS)
     if not search.tries:
         raise NoVerdict(misread.what_does_not_fit(port, seen.x.shape[2]))
@@ -84,14 +76,7 @@ def explain(port, seen):
     if not found:
         found = search.run()
     if found:
-        equal = f"With these changes our layer equals yours to {found.error:.0e}."
-        if port.vectors_in:
-            lambdas.name_vectors(port, found, findings.nearness(seen.tolerance))
-        causes = findings.from_search(found, seen.tolerance)
-        if port.transposed:
-            names = ", ".join(in_short(sorted(port.transposed)))
-            causes.append(findings.Finding(find("weights transposed"), f"Here: {names}."))
-        return causes, equal
+        return what_explains(port, seen, found)
     if has_no_past:
         return None, "Mend that first, and run again: the rest can't be compared so."
     if not {"lambda_q1", "lambdas", "gate"} & set(port.roles.values()):  # no weight tells n_head
@@ -104,13 +89,43 @@ def explain(port, seen):
     return None, f"{search.where_it_failed()} {doubt}"
 
 
+def refuse_what_is_misread(port, seen, clock):
+    """NoVerdict if the layer is not what it was said to be, or if weights have no role."""
+    block = misread.is_a_block(port, seen.ways[0], seen.x)
+    if block:
+        raise NoVerdict(block)
+    unknown = [name for name, role in port.roles.items() if role == "unknown"]
+    if unknown and "dead weights" not in seen.mistakes:
+        raise NoVerdict(misread.ask_for_names(port, unknown))
+    reading = misread.better_reading(port, seen, clock)
+    if reading:
+        raise NoVerdict(reading)
+
+
+def what_explains(port, seen, found):
+    """(findings, a sentence) of what makes our layer equal to the port."""
+    if port.vectors_in:
+        lambdas.name_vectors(port, found, findings.nearness(seen.tolerance))
+    causes = findings.from_search(found, seen.tolerance)
+    if port.transposed:
+        names = ", ".join(in_short(sorted(port.transposed)))
+        causes.append(findings.Finding(find("weights transposed"), f"Here: {names}."))
+    later = further.look(port, found, seen)
+    start = "Our layer equals"
+    if later:
+        start = "Otherwise our layer equals"
+    elif any(cause.kind != NOTE for cause in causes):
+        start = "With these changes our layer equals"
+    return causes + later, f"{start} yours to {found.error:.0e}."
+
+
 def notes_on(port, seen):
     """Findings that do not change the verdict."""
     found = []
     zeros = outside.starts_from_zeros(port, seen.ways[0], seen.x)
     if zeros:
         found.append(findings.Finding(find("start from zeros"), ", ".join(in_short(zeros))))
-    if seen.tolerance > 1e-4:  # float32 makes less, also where A_1 and lambda A_2 nearly cancel
+    if seen.rounds:
         found.append(findings.Finding(find("rounding"), f"Here that is {seen.tolerance:.0e}."))
     return found
 

@@ -273,6 +273,49 @@ class OddOutput(Right):
         return self.unify(self.merge(self.norm(y) * (1 - INIT)))
 
 
+class NormForEachHead(Right):
+    def __init__(self):
+        super().__init__()
+        del self.subln
+        self.norms = nn.ModuleList(nn.RMSNorm(16, eps=1e-5) for _ in range(4))
+
+    def norm(self, y):
+        return torch.stack([norm(y[:, n]) for n, norm in enumerate(self.norms)], 1)
+
+
+class GainForEachHead(Right):
+    def __init__(self):
+        super().__init__()
+        del self.subln
+        self.gain = nn.Parameter(torch.ones(4, 1, 16))
+
+    def norm(self, y):
+        return F.rms_norm(y, [16], eps=1e-5) * self.gain
+
+
+class MaskedAfterwards(Right):
+    """The rows of each map are divided once more by what is left of them, which is a mask, too.
+
+    In inputs that are much larger this is 0 / 0, but no layer in float32 gets those.
+    """
+
+    def attention(self, scores):
+        A = scores.softmax(-1).tril()
+        return A / A.sum(-1, keepdim=True)
+
+
+class Buffers(Right):
+    """It can read 64 tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("later", torch.ones(64, 64, dtype=torch.bool).triu(1))
+
+    def mask(self, scores):
+        T = scores.shape[-1]
+        return scores.masked_fill(self.later[:T, :T], -math.inf)
+
+
 class ComplexTable(Right):
     """Llama's manner: a complex table and a mask come from outside, and the output is alone."""
 

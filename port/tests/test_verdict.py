@@ -10,7 +10,7 @@ torch.set_num_threads(1)  # for tensors as small as these, more are slower
 
 RIGHT = [right.Right, right.Fused, right.Apart, right.ListOfHeads, right.ComplexTable,
          right.VectorsWithOnes, right.OneBlockForAll, right.OddOutput, right.HalfPrecision,
-         right.Autocast]
+         right.Autocast, right.MaskedAfterwards, right.Buffers]
 WRONG = [
     (wrong.GroupNormOverTime, "BROKEN", "norm over time, mean subtracted"),
     (wrong.CountsFromOne, "BROKEN", "norm over time, mean subtracted, lambda_init"),
@@ -134,6 +134,8 @@ def test_numbers_are_measured(kind, verdict, name, number):
     (wrong.TimeFirst, "mixes samples"),
     (wrong.OverHeads, "no past"),
     (wrong.LateLeak, "sees the future"),
+    (wrong.ExpOverflows, "overflow"),
+    (wrong.ScoresOverflow, "overflow"),
     (wrong.FlashDiffers, "switch"),
     (wrong.EvalDiffers, "switch"),
     (wrong.LambdaIsANumber, "dead weights"),
@@ -143,6 +145,24 @@ def test_numbers_are_measured(kind, verdict, name, number):
 def test_what_is_seen_from_outside(kind, name):
     verdict = diagnose(kind(), n_head=8, depth=3)
     assert verdict.kind == "BROKEN" and name in verdict.broken
+
+
+@pytest.mark.parametrize("kind, name, words", [
+    (wrong.LambdaBelowOne, "lambda bounded", "The paper's is 2."),
+    (wrong.LambdaAboveZero, "lambda bounded", "The paper's is -1."),
+    (wrong.Window, "longer text", "In a text of 272 tokens they part from token 100 on"),
+])
+def test_what_shows_only_with_another_lambda_or_in_a_longer_text(kind, name, words):
+    verdict = diagnose(kind(), 8, 3)
+    assert (verdict.kind, verdict.differs) == ("DIFFERS", [name])
+    assert words in text_of(verdict) and "Otherwise our layer equals yours" in text_of(verdict)
+
+
+@pytest.mark.parametrize("kind", [right.NormForEachHead, right.GainForEachHead])
+def test_a_norm_weight_for_each_head_is_said_and_does_not_change_the_verdict(kind):
+    verdict = diagnose(kind(), 8, 3)
+    assert verdict.kind == "SAME" and "one weight serves all heads" in text_of(verdict)
+    assert "NOTE" not in str(diagnose(right.Right(), 8, 3))
 
 
 def test_a_leak_beyond_the_first_tokens_is_said_with_its_place():

@@ -256,6 +256,41 @@ class WideOutput(Right):
         return super().merge(y).repeat(1, 1, 2)
 
 
+class LambdaBelowOne(Right):
+    def lam(self):
+        return super().lam().clamp(max=1)
+
+
+class LambdaAboveZero(Right):
+    def lam(self):
+        return super().lam().relu()
+
+
+class Window(Right):
+    """A token sees 100 tokens."""
+
+    def mask(self, scores):
+        too_early = torch.ones_like(scores[0, 0], dtype=torch.bool).tril(-100)
+        return super().mask(scores).masked_fill(too_early, -math.inf)
+
+
+class ExpOverflows(Right):
+    """exp in float16, and the maximum is not taken off."""
+
+    def attention(self, scores):
+        weights = scores.half().exp().tril()
+        return (weights / weights.sum(-1, keepdim=True)).float()
+
+
+class ScoresOverflow(Right):
+    """Scores in float16 are scaled after the product."""
+
+    scale = 1.0
+
+    def attention(self, scores):
+        return (self.mask(scores * 400).half() / 400 * 8**-0.5).softmax(-1).float()
+
+
 class SameMapTwice(Right):
     """The second map is made of the first one's queries and keys."""
 
