@@ -1,8 +1,13 @@
-"""lambda of a port, once our layer equals it: which of its vectors are multiplied."""
+"""lambda of a port: which of its vectors are multiplied, and where they start."""
 import copy
 
+import torch
+
+from port.paper import exp_dot
 from port.problems import NoVerdict
 from port.roles import VECTORS
+
+STD = 0.1  # of the vectors at the start, in the paper's code
 
 # four vectors as q1, k1, q2, k2. Within a pair, and so within each of these, the order does not
 # matter: exp(a . b) - exp(c . d)
@@ -37,3 +42,28 @@ def in_order(w, pairs):
         setattr(changed, name, vectors[number])
     changed.lambda_init = float((w.lambda_init + w.exp_part - changed.exp_part).mean())
     return changed
+
+
+def far_start(port):
+    """A sentence, if the layer as it was given has vectors that are far from the paper's. Else "".
+
+    Where all are 0, outside.starts_from_zeros says more.
+    """
+    if port.is_function:  # it has no weights of its own
+        return ""
+    vectors = {}
+    for name, role in port.roles.items():
+        if role in VECTORS or role == "lambdas":
+            vectors[name] = port.weights[name].detach().float()
+    if not vectors:
+        return ""
+    std = torch.cat([vector.flatten() for vector in vectors.values()]).square().mean().sqrt()
+    if std == 0 or STD / 3 < std < 3 * STD:  # of 8 numbers or more, so it is not exact
+        return ""
+    text = f"Here their std is {std:.2g}"
+    by_role = {port.roles[name]: vector for name, vector in vectors.items()}
+    if set(VECTORS) <= set(by_role):
+        q1, k1, q2, k2 = [by_role[name] for name in VECTORS]
+        lam = (exp_dot(q1, k1) - exp_dot(q2, k2) + port.said.lambda_init).flatten()
+        text += f", and lambda is {lam[lam.abs().argmax()]:.4g}"  # in the head where it is largest
+    return text + "."

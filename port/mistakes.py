@@ -206,6 +206,8 @@ BY_CODE = [
 NOTES = [
     Mistake("start from zeros", NOTE, text="These weights are 0 in the layer as it was given, and "
             "their gradient is a product of zeros. If training starts so, they stay 0."),
+    Mistake("start of lambda", NOTE, text="lambda's vectors start far from the paper's, which have "
+            "std 0.1, so that lambda starts near lambda_init."),
     Mistake("norm weight for each head", NOTE, text="The norm has a weight for each head. In the "
             "paper one weight serves all heads."),
     Mistake("rounding", NOTE, text="The layer rounds to float16 or bfloat16 inside. What differs "

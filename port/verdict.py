@@ -125,6 +125,9 @@ def notes_on(port, seen):
     zeros = outside.starts_from_zeros(port, seen.ways[0], seen.x)
     if zeros:
         found.append(findings.Finding(find("start from zeros"), ", ".join(in_short(zeros))))
+    far = lambdas.far_start(port)
+    if far:
+        found.append(findings.Finding(find("start of lambda"), far))
     if seen.rounds:
         found.append(findings.Finding(find("rounding"), f"Here that is {seen.tolerance:.0e}."))
     return found

@@ -420,3 +420,12 @@ class ZeroLambdas(Right):
         super().__init__()
         for name in VECTORS:
             nn.init.zeros_(getattr(self, name))
+
+
+class LargeLambdas(Right):
+    """The vectors start with std 1."""
+
+    def __init__(self):
+        super().__init__()
+        for name in VECTORS:
+            nn.init.constant_(getattr(self, name), 1.0 if name.endswith("1") else 0.5)

@@ -209,6 +209,14 @@ def test_a_start_from_zeros_is_said_and_does_not_change_the_verdict():
     assert "zeros" not in str(diagnose(out, 8, 3))
 
 
+def test_a_far_start_of_lambda_is_said_and_does_not_change_the_verdict():
+    """lambda = exp(8) - exp(2) + 0.556"""
+    verdict = diagnose(right.LargeLambdas(), 8, 3)
+    assert verdict.kind == "SAME"
+    assert "Here their std is 0.79, and lambda is 2974." in text_of(verdict)
+    assert "std" not in str(diagnose(right.Right(), 8, 3))
+
+
 def test_its_rounding_is_said():
     assert "float16 or bfloat16" in str(diagnose(right.HalfPrecision(), 8, 3))
     assert "float16" not in str(diagnose(right.Right(), 8, 3))
