@@ -40,10 +40,19 @@ def join(seen, causes):
         if "unused norm" in names and name in names:
             names[name].detail = f"{text}: {names['unused norm'].detail}."
             dropped.append("unused norm")
+    if "sees the future" in names and leaks_behind_a_mask(causes):
+        names["sees the future"].detail += (" It does so in spite of a mask: norms and reshapes "
+                                            "leak, too.")
     if "dead weights" in names and "lambda" in names and "lambda" in names["dead weights"].detail:
         names["dead weights"].detail += f". lambda is a constant. {names['lambda'].detail}"
         dropped.append("lambda")
     return [finding for finding in seen + causes if finding.name not in dropped]
+
+
+def leaks_behind_a_mask(causes):
+    """Whether something leaks, and what makes the maps does not."""
+    steps = [finding.mistake.step for finding in causes if finding.mistake.leaks]
+    return bool(steps) and not {"maps", "subtract"} & set(steps)
 
 
 def from_search(found, tolerance):
@@ -90,7 +99,7 @@ def of_number(name, paper, yours, near):
 def of_lambda(lam, near):
     if abs(lam) < near / 10:
         return [Finding(find("one map"))]
-    return [Finding(find("lambda"), f"It is {lam:.3f} here.")]
+    return [Finding(find("lambda" if lam > 0 else "lambda negative"), f"It is {lam:.3f} here.")]
 
 
 def of_lambda_init(yours, depth, near):

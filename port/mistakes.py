@@ -64,9 +64,8 @@ def body(function):
 
 # what is seen from outside, whatever the layer looks like inside
 FROM_OUTSIDE = [
-    Mistake("sees the future", BROKEN, text="A token changes the outputs of earlier ones. Norms "
-            "and reshapes leak too, in spite of a mask. Validation loss is too good, and "
-            "generation bad."),
+    Mistake("sees the future", BROKEN, text="A token changes the outputs of earlier ones. "
+            "Validation loss is too good, and generation bad."),
     Mistake("NaN", BROKEN, text="Outputs are NaN. Usual: -inf is put in after the softmax."),
     Mistake("random", BROKEN, text="In eval mode one input gives two outputs. Usual: F.dropout(x) "
             "without training=self.training. Set the dropout to 0 and run again for the rest."),
@@ -98,6 +97,9 @@ BY_NUMBER = [
     Mistake("lambda", DIFFERS, text=(
         "lambda has another form, which learns at another rate. In the paper it is "
         "exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init.")),
+    Mistake("lambda negative", DIFFERS, text=(
+        "The second map is added, not subtracted: lambda is negative. In the paper lambda A_2 is "
+        "subtracted.")),
     Mistake("lambda bounded", DIFFERS, text=(
         "lambda is kept above or below a number. In the paper it has no bounds.")),
     Mistake("lambda_init", DIFFERS, text=(

@@ -175,10 +175,10 @@ def overflow(port, seen):
     return {}
 
 
-def transposed(port, way, x):
-    """Names of the matrices whose rows are inputs, as in x @ W. The rows of a Linear are outputs.
+def how_matrices_lie(port, way, x):
+    """(names of those whose rows are inputs, as in x @ W; names of those where it is not clear).
 
-    Where x is 0 but for its first channel, a matrix that is multiplied by x has a gradient only
+    The rows of a Linear are outputs. Where x is 0 but for its first channel, a matrix that is multiplied by x has a gradient only
     where it meets this channel: in its first row or its first column. For W_O the same holds of the
     first channel of the output.
     """
@@ -187,13 +187,18 @@ def transposed(port, way, x):
     first[0] = 1
     from_x = gradients(port, way, first * x, x)
     to_y = gradients(port, way, x, first * x)
-    found = []
+    transposed, unclear = [], []
     for name, role in port.roles.items():
-        if role == "o" and is_only_in_first_row(to_y[name].mT):
-            found.append(name)
-        elif re.fullmatch("[qkv]+|gate", role) and is_only_in_first_row(from_x[name]):
-            found.append(name)
-    return frozenset(found)
+        if port.weights[name].ndim != 2 or not re.fullmatch("[qkv]+|gate|o", role):
+            continue
+        gradient = to_y[name].T if role == "o" else from_x[name]  # its rows are inputs if W's are
+        in_first_row = not gradient[1:].any()
+        in_first_column = not gradient[:, 1:].any()
+        if in_first_row and not in_first_column:
+            transposed.append(name)
+        elif not in_first_column:
+            unclear.append(name)
+    return frozenset(transposed), frozenset(unclear)
 
 
 def gradients(port, way, x, slope):
@@ -204,13 +209,6 @@ def gradients(port, way, x, slope):
     found = torch.autograd.grad((y * slope).sum(), list(port.drawn.values()),
                                 materialize_grads=True)
     return dict(zip(port.drawn, found))
-
-
-def is_only_in_first_row(gradient):
-    """Whether a matrix is 0 but for its first row, and not but for its first column."""
-    if gradient.ndim != 2:
-        return False
-    return not gradient[1:].any() and bool(gradient[:, 1:].any())
 
 
 def dead_weights(port, way, x):

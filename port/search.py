@@ -30,7 +30,10 @@ class TooLong(Exception):
 
 
 class Clock:
-    """Counts combinations, says after five seconds that it is still looking, and ends a search."""
+    """Counts combinations, says after five seconds that it is still looking, and ends a search.
+
+    The first search may be followed by shorter ones, in other readings of the layer.
+    """
 
     def __init__(self):
         self.tries = 0
@@ -42,7 +45,8 @@ class Clock:
         if not self.has_spoken and time.monotonic() - self.began > 5:
             self.has_spoken = True
             print(f"still looking for causes, after {self.tries} combinations. It may take "
-                  f"{SECONDS} seconds of one core", file=sys.stderr)
+                  "half a minute of one core, and longer where that has other work",
+                  file=sys.stderr)
         if time.process_time() > self.ends:
             raise TooLong
 

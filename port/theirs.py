@@ -66,6 +66,7 @@ class Port:
         self.fused = letters[0] if letters else ""
         self.vectors_in = {}  # {name: [lambda_q1, ...]} of a weight that holds several of them
         self.transposed = frozenset()  # names of matrices whose rows are inputs
+        self.unclear = frozenset()  # names of matrices of which we can't tell that
         self.drawn = {}  # the weights with which it runs
         self.problems = []  # what went wrong in calls
 

@@ -35,6 +35,7 @@ WRONG = [
     (wrong.NextLayersInit, "DIFFERS", "lambda_init"),
     (wrong.NoFactor, "DIFFERS", "factor"),
     (wrong.LambdaOfAScalar, "DIFFERS", "lambda"),
+    (wrong.PlusForMinus, "DIFFERS", "lambda negative"),
     (wrong.PlainSoftmax, "DIFFERS", "plain softmax, no rotary"),
 ]
 
@@ -261,7 +262,6 @@ def test_an_encoder():
     (right.Right, dict(n_head="8"), "n_head is a whole number, not '8'"),
     (right.Right, dict(n_head=8.0), "n_head is a whole number, not 8.0"),
     (right.Right, dict(depth="3"), "depth is a whole number, not '3'"),
-    (right.Right, dict(depth=None), "depth is a whole number, not None"),
     (right.Right, dict(depth=-1), "depth counts the layers from 0"),
     (right.Right, dict(version="1"), "version is a whole number, not '1'"),
     (right.Right, dict(causal="False"), "causal is True or False, not 'False'"),
@@ -312,6 +312,47 @@ def test_only_what_is_a_guess_is_said():
     lines = str(diagnose(right.Right(), 8, 3)).splitlines()
     assert lines[1] == "read with n_head=8, depth=3, version=1, causal=True"
     assert "c_attn.weight as qkv" in str(diagnose(right.Fused(), 8, 3))
+
+
+def test_a_depth_that_is_assumed_is_said():
+    assert "depth=0 (assumed)" in str(diagnose(right.Right(), 8))
+    assert "depth=0," in str(diagnose(right.Right(), 8, 0))
+
+
+def test_what_forward_was_given_is_said():
+    text = text_of(diagnose(right.ComplexTable(), 8, 3))
+    assert "called with freqs_cis: a rotary table; attn_mask: float, -inf above the diag" in text
+    assert "called with" not in str(diagnose(right.Right(), 8, 3))
+
+
+def test_a_leak_in_spite_of_a_mask_is_said_only_where_there_is_one():
+    assert "in spite of a mask" in text_of(diagnose(wrong.GroupNormOverTime(), 8, 3))
+    assert "in spite of" not in text_of(diagnose(wrong.NoMask(), 8, 3))
+    assert "in spite of" not in text_of(diagnose(wrong.NoMaskAndScale(), 8, 3))
+
+
+def test_our_layer_equals_a_right_one_without_changes():
+    assert "\nOur layer equals yours to" in str(diagnose(right.Right(), 8, 3))
+    assert "\nWith these changes our layer equals" in str(diagnose(wrong.NoFactor(), 8, 3))
+
+
+def test_it_asks_only_what_may_be_wrong():
+    class Unknown(right.Right):
+        def subtract(self, A, v):
+            return super().subtract(A, v).abs()
+
+    class UnknownLeak(wrong.NoMask):
+        def subtract(self, A, v):
+            return super().subtract(A, v).abs()
+
+    class UnknownNorm(right.Right):
+        def finish(self, y):
+            return torch.nn.functional.rms_norm(self.out_proj(self.merge(y)), [64]).abs()
+
+    assert str(diagnose(Unknown(), 8, 3)).endswith("of the largest output.")
+    assert str(diagnose(UnknownLeak(), 8, 3)).endswith("Is causal right?")
+    ending = "Is a weight transposed (out_proj.weight)?"
+    assert str(diagnose(UnknownNorm(), 8, 3)).endswith(ending)
 
 
 def test_what_was_not_found_is_said():

@@ -256,6 +256,11 @@ class WideOutput(Right):
         return super().merge(y).repeat(1, 1, 2)
 
 
+class PlusForMinus(Right):
+    def subtract(self, A, v):
+        return (A[:, 0::2] + self.lam() * A[:, 1::2]) @ v
+
+
 class LambdaBelowOne(Right):
     def lam(self):
         return super().lam().clamp(max=1)
