@@ -222,8 +222,9 @@ MISTAKES = FROM_OUTSIDE + BY_NUMBER + BY_CODE + NOTES
 # what no look at a layer shows
 BEYOND_THE_LAYER = {
     "a judge that sees the future": "The test that a port has to pass may itself be wrong. The "
-    "reference of a public benchmark (ResearchCodeBench db3d16d, pset/Diff-Transformer) adds a "
-    "boolean mask, so it leaks, and a port with masked_fill fails there. Check a judge first: give "
+    "reference of a public benchmark (ResearchCodeBench db3d16d, pset/Diff-Transformer) adds its "
+    "mask, and its own test gives it a boolean one, so there it leaks, and a port with masked_fill "
+    "fails. Check a judge first: give "
     "its reference two texts that differ in the last token only, and compare the outputs before.",
     "a start from zeros that never leaves it": "The gradient of lambda_q1 is lambda_k1 times "
     "something, and the other way round: if both start at 0, both stay there. So do q2 and k2. "
