@@ -157,7 +157,8 @@ class Draw:
 
     def project(self, steps):
         """q, k and v with the paper's theta. They are kept."""
-        key = (steps.split, steps.values, steps.group_keys, steps.group_values, steps.turn)
+        key = (steps.split, steps.values, steps.group_keys, steps.group_values, steps.turn,
+               steps.queries)
         if key not in self.projections:
             self.projections[key] = paper.project(self.x, self.w, steps)
         return self.projections[key]

@@ -192,6 +192,34 @@ class HalfRotary(Right):
         return torch.cat((turned, m[..., 4:]), -1)
 
 
+class RotaryOnOneMap(Right):
+    def turn(self, m):
+        maps = m.unflatten(1, (-1, 2)).clone()
+        maps[:, :, 0] = super().turn(maps[:, :, 0])
+        return maps.flatten(1, 2)
+
+
+class QueriesAhead(Right):
+    """As where a cache counts its tokens once too often. By halves."""
+
+    def split(self, x):
+        q, k, v = super().split(x)
+        T = q.shape[2]
+        cos, sin = tables(T + 1, 8)
+        return rotate_halves(q, cos[1:], sin[1:]), rotate_halves(k, cos[:T], sin[:T]), v
+
+    def turn(self, m):
+        return m
+
+
+class NormBeforeSubtraction(Right):
+    def subtract(self, A, v):
+        return self.subln(A[:, 0::2] @ v) - self.lam() * self.subln(A[:, 1::2] @ v)
+
+    def norm(self, y):
+        return y
+
+
 class QKNorm(Right):
     def turn(self, m):
         return super().turn(F.rms_norm(m, m.shape[-1:]))
