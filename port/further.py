@@ -26,8 +26,8 @@ def with_another_lambda(port, found, seen):
         errors, w = compare(port, found, seen, seen.x, found.draw.way.arguments, lambdas)
         if errors is not None and errors.max() > max(0.05, 10 * seen.tolerance):
             lam = float((w.exp_part + w.lambda_init).mean())
-            return [Finding(find("lambda bounded"), f"The paper's is {lam:.2f} for weights with "
-                                                    "which yours is another number.")]
+            detail = f"The paper's is {lam:.2f} for weights with which yours is another number."
+            return [Finding(find("lambda bounded"), detail)]
     return []
 
 
@@ -43,8 +43,8 @@ def in_a_longer_text(port, found, seen):
         if errors.max() < limit:
             return []
         first = (errors.amax(0) > limit).nonzero()[0].item()
-        return [Finding(find("longer text"), f"In a text of {T} tokens they part from token {first} "
-                                             f"on, by up to {errors.max():.0%}.")]
+        detail = f"In a text of {T} tokens they part from token {first} on, by {errors.max():.0%}."
+        return [Finding(find("longer text"), detail)]
     return []
 
 

@@ -34,8 +34,8 @@ def ask_for_names(port, unknown):
     weights = ", ".join(f"{name} {tuple(port.weights[name].shape)}" for name in unknown)
     missing = ", ".join(port.missing_roles())
     ending = f" Not found were: {missing}." if missing else ""
-    return (f"what is {weights}? Say it with names = {{role: name of the weight}}, roles being q, k, "
-            f"v, several such as qkv, o, norm, lambda_q1 ...{ending}")
+    return (f"what is {weights}? Say it with names = {{role: name of the weight}}, roles being q, "
+            f"k, v, several such as qkv, o, norm, lambda_q1 ...{ending}")
 
 
 def what_does_not_fit(port, C):
@@ -43,7 +43,8 @@ def what_does_not_fit(port, C):
     said = port.said
     missing = [role for role in port.missing_roles() if role in ("q", "k", "v")]
     if missing:
-        return f"{sizes_in_words(port, port.weights)}. Not found were: {', '.join(missing)}. {CHECK}"
+        all_sizes = sizes_in_words(port, port.weights)
+        return f"{all_sizes}. Not found were: {', '.join(missing)}. {CHECK}"
     for role, expected in misfits(port.draw(given.orders(port.fused, said.heads)[0]), said, C):
         names = [name for name, its in port.roles.items()
                  if role in (its, *port.vectors_in.get(name, []))

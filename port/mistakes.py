@@ -78,8 +78,9 @@ FROM_OUTSIDE = [
             "different outputs."),
     Mistake("length", BROKEN, text="A token's output changes as the text behind it grows, so "
             "generation is bad."),
-    Mistake("overflow", BROKEN, text="Larger inputs give NaN or infinity: float16 ends at 65504. Usual: "
-            "exp without the maximum taken off, or scores that are scaled after the product."),
+    Mistake("overflow", BROKEN, text="Larger inputs give NaN or infinity: float16 ends at 65504. "
+            "Usual: exp without the maximum taken off, or scores that are scaled after the "
+            "product."),
     Mistake("unused norm", NOTE, text="The weight of a norm has no effect: it is built and never "
             "used."),
 ]
@@ -233,8 +234,8 @@ BEYOND_THE_LAYER = {
     "a judge that sees the future": "The test that a port has to pass may itself be wrong. The "
     "reference of a public benchmark (ResearchCodeBench db3d16d, pset/Diff-Transformer) adds its "
     "mask, and its own test gives it a boolean one, so there it leaks, and a port with masked_fill "
-    "fails. Check a judge first: give "
-    "its reference two texts that differ in the last token only, and compare the outputs before.",
+    "fails. Check a judge first: give its reference two texts that differ in the last token only, "
+    "and compare the outputs before.",
     "a start from zeros that never leaves it": "The gradient of lambda_q1 is lambda_k1 times "
     "something, and the other way round: if both start at 0, both stay there. So do q2 and k2. "
     "A public converter that does so (axolotl-ai-cloud/diff-transformer 20acfc9, --zero-init) can "

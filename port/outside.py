@@ -50,8 +50,8 @@ class Seen:
 
     @property
     def rounds(self):
-        """To float16 or bfloat16. float32 makes less, also where A_1 and lambda A_2 nearly cancel."""
-        return self.tolerance > 1e-4
+        """To float16 or bfloat16."""
+        return self.tolerance > 1e-4  # float32 makes less, also where A_1 - lambda A_2 is small
 
 
 def look(port, x, ways):
@@ -178,15 +178,17 @@ def overflow(port, seen):
 def how_matrices_lie(port, way, x):
     """(names of those whose rows are inputs, as in x @ W; names of those where it is not clear).
 
-    The rows of a Linear are outputs. Where x is 0 but for its first channel, a matrix that is multiplied by x has a gradient only
-    where it meets this channel: in its first row or its first column. For W_O the same holds of the
-    first channel of the output.
+    The rows of a Linear are outputs. Where x is 0 but for its first channel, a matrix that is
+    multiplied by x has a gradient only where it meets this channel: in its first row or its first
+    column. For W_O the same holds of the first channel of the output.
     """
     port.draw()
     first = torch.zeros(x.shape[2])
     first[0] = 1
     from_x = gradients(port, way, first * x, x)
     to_y = gradients(port, way, x, first * x)
+    if not from_x or not to_y:
+        return frozenset(), frozenset()
     transposed, unclear = [], []
     for name, role in port.roles.items():
         if port.weights[name].ndim != 2 or not re.fullmatch("[qkv]+|gate|o", role):
@@ -202,10 +204,10 @@ def how_matrices_lie(port, way, x):
 
 
 def gradients(port, way, x, slope):
-    """{name: gradient of a weight}, of the output for x times slope."""
+    """{name: gradient of a weight}, of the output for x times slope. {} if it has none."""
     y = port.run(way.arguments, x)
     if y is None or not y.requires_grad:
-        return port.drawn
+        return {}
     found = torch.autograd.grad((y * slope).sum(), list(port.drawn.values()),
                                 materialize_grads=True)
     return dict(zip(port.drawn, found))
@@ -220,7 +222,7 @@ def dead_weights(port, way, x):
 
 
 def without_gradient(port, way, x, seed):
-    """Names of the weights of which some output, a row, has no effect on the layer's output."""
+    """Names of the weights of which some row, or column if transposed, has no effect."""
     port.draw(seed=seed)
     y = port.run(way.arguments, x)
     weights = {}

@@ -82,7 +82,7 @@ class Port:
     def read_shapes(self, C):
         """Find roles that names do not tell: lambda's vectors in one weight, and W_O as the rest.
 
-        How the vectors lie in it is a guess. findings.py mends it, once lambda is known.
+        The order of the vectors is a guess. lambdas.py mends it, once lambda is known.
         """
         if self.said.version == 1 and not set(VECTORS) & set(self.roles.values()):
             guesses = {n: w for n, w in self.weights.items() if n not in self.told}

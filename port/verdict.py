@@ -68,7 +68,10 @@ def diagnose(layer=None, n_head=8, depth=None, version=1, causal=True, names=Non
 
 
 def explain(port, seen):
-    """(findings or None, a sentence, the way it was called). NoVerdict if nothing can be compared."""
+    """(findings or None, a sentence, the way it was called).
+
+    NoVerdict if there is nothing that can be compared.
+    """
     has_no_past = "no past" in seen.mistakes
     clock = Clock()
     refuse_what_is_misread(port, seen, clock)
@@ -164,7 +167,8 @@ def how_it_was_read(port, depth_is_told):
     """What was said, what was guessed of weights whose names leave a doubt, and stand-ins."""
     said = port.said
     depth = said.depth if depth_is_told else "0 (assumed)"
-    text = f"read with n_head={said.n_head}, depth={depth}, version={said.version}, causal={said.causal}"
+    text = (f"read with n_head={said.n_head}, depth={depth}, version={said.version}, "
+            f"causal={said.causal}")
     guesses = []
     for name, role in port.roles.items():
         if name in port.vectors_in:
@@ -176,4 +180,3 @@ def how_it_was_read(port, depth_is_told):
     text = ", ".join([text, *in_short(guesses), *used])
     missing = ", ".join(port.missing_roles())
     return f"{text}. Not found: {missing}" if missing else text
-

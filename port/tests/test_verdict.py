@@ -72,7 +72,7 @@ def test_transposed_weights_are_read_as_they_lie(kind, weights):
 @pytest.mark.parametrize("kind, words", [
     (right.VectorsInTwo, "lq as lambda_q1 and lambda_q2, lk as lambda_k1 and lambda_k2"),
     (right.VectorsInOne, "lambdas as lambda_q2 and lambda_k2 and lambda_q1 and lambda_k1"),
-    (right.VectorsInAList, "lambdas.* as lambda_q2, lambdas.* as lambda_k2, lambdas.* as lambda_q1"),
+    (right.VectorsInAList, "lambdas.* as lambda_q2, lambdas.* as lambda_k2, lambdas.* as lambda_q"),
 ])
 def test_lambdas_vectors_may_lie_in_one_weight(kind, words):
     verdict = diagnose(kind(), 8, 3)
@@ -81,7 +81,7 @@ def test_lambdas_vectors_may_lie_in_one_weight(kind, words):
 
 def test_what_lies_like_lambdas_vectors_and_gives_another_lambda_is_asked_for():
     layer = wrong.VectorsInOneOfAnotherForm()
-    with pytest.raises(ValueError, match="in no order of them .* names = {\"lambda\": \\['lambdas']}"):
+    with pytest.raises(ValueError, match=r"in no order of them .* {\"lambda\": \['lambdas']}"):
         diagnose(layer, 8, 3)
     assert diagnose(layer, 8, 3, names={"lambda": ["lambdas"]}).differs == ["lambda"]
 
@@ -258,7 +258,7 @@ def test_an_encoder():
     (wrong.Residual, dict(), "it adds a residual"),
     (right.VectorsInOne, dict(n_head=4), "is version = 1, n_head = 8 meant"),
     (wrong.UnknownWeights, dict(), r"what is thing \(4, 1, 16\), stuff \(4, 1, 16\)\? Say it with"),
-    (wrong.WideOutput, dict(), r"out_proj.weight \(64, 128\) was read as o, and \(64, 64\) is expec"),
+    (wrong.WideOutput, dict(), r"out_proj.weight \(64, 128\) was read as o, and \(64, 64\) is"),
     (wrong.NumpyLayer, dict(), "PyTorch layers only.*port/vectors.md"),
     (right.Right, dict(n_head=7), "is even, and not 7"),
     (right.Right, dict(version=3), "version is 1 or 2, not 3"),
