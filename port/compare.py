@@ -57,6 +57,8 @@ class Draw:
 
     def __init__(self, port, reading, seen, way, order, seed, flat):
         parts = port.draw(order, seed, flat, without=seen.unused_norms)
+        self.way = way
+        self.order = order
         self.is_flat = flat
         self.x = seen.x.double()
         self.y = port.run(way.arguments, seen.x).detach().double()
@@ -155,7 +157,8 @@ class Draw:
 
     def project(self, steps):
         """q, k and v with the paper's theta. They are kept."""
-        key = (steps.split, steps.values, steps.group_keys, steps.group_values, steps.turn)
+        key = (steps.split, steps.values, steps.group_keys, steps.group_values, steps.turn,
+               steps.queries)
         if key not in self.projections:
             self.projections[key] = paper.project(self.x, self.w, steps)
         return self.projections[key]

@@ -2,6 +2,9 @@
 import math
 import textwrap
 
+import torch
+
+from port import paper
 from port.mistakes import CHOICE, DIFFERS, find
 from port.paper import lambda_init_of
 
@@ -37,24 +40,31 @@ def join(seen, causes):
         if "unused norm" in names and name in names:
             names[name].detail = f"{text}: {names['unused norm'].detail}."
             dropped.append("unused norm")
+    if "sees the future" in names and leaks_behind_a_mask(causes):
+        names["sees the future"].detail += (" It does so in spite of a mask: norms and reshapes "
+                                            "leak, too.")
     if "dead weights" in names and "lambda" in names and "lambda" in names["dead weights"].detail:
         names["dead weights"].detail += f". lambda is a constant. {names['lambda'].detail}"
         dropped.append("lambda")
     return [finding for finding in seen + causes if finding.name not in dropped]
 
 
+def leaks_behind_a_mask(causes):
+    """Whether something leaks, and what makes the maps does not."""
+    steps = [finding.mistake.step for finding in causes if finding.mistake.leaks]
+    return bool(steps) and not {"maps", "subtract"} & set(steps)
+
+
 def from_search(found, tolerance):
     """Findings of the mistakes, and of the fitted numbers that are not the paper's."""
     reading, w = found.reading, found.w
-    near = max(1e-3, tolerance)  # numbers that are closer than this count as equal
+    near = nearness(tolerance)
     findings = [Finding(mistake) for mistake in found.mistakes]
     lambda_init = reading.lambda_init
     if reading.version == 0:
         findings.append(Finding(find("plain softmax")))
     if reading.version == 1:
-        # of two draws, whose lambda vectors differ. In the paper's form both give one lambda_init
-        is_of_the_paper = w.exp_part.any() and abs(w.lambda_init - found.again.lambda_init) < near
-        if is_of_the_paper:
+        if found.has_the_papers_lambda(near):
             lambda_init = float(w.lambda_init)
             findings += of_lambda_init(lambda_init, reading.depth, near)
         else:
@@ -63,7 +73,21 @@ def from_search(found, tolerance):
     findings += of_number("factor", 1 - lambda_init, w.factor, near)
     if reading.version > 0:
         findings += of_number("value width", w.paper_d_v, w.d_v, near)
-    return findings + of_rotary(w, near)
+    return findings + of_rotary(w, near) + of_norm_weight(found)
+
+
+def of_norm_weight(found):
+    """Whether each head has a weight of its own, in a norm that is otherwise the paper's."""
+    weight = found.w.norm
+    is_one_for_all = torch.equal(weight, weight[:1].expand_as(weight))
+    if found.reading.version != 1 or found.steps.norm is not paper.norm or is_one_for_all:
+        return []
+    return [Finding(find("norm weight for each head"))]
+
+
+def nearness(tolerance):
+    """Numbers that are closer than this count as equal."""
+    return max(1e-3, tolerance)
 
 
 def of_number(name, paper, yours, near):
@@ -75,7 +99,7 @@ def of_number(name, paper, yours, near):
 def of_lambda(lam, near):
     if abs(lam) < near / 10:
         return [Finding(find("one map"))]
-    return [Finding(find("lambda"), f"It is {lam:.3f} here.")]
+    return [Finding(find("lambda" if lam > 0 else "lambda negative"), f"It is {lam:.3f} here.")]
 
 
 def of_lambda_init(yours, depth, near):

@@ -80,6 +80,24 @@ def choose(offer, names):
     return given
 
 
+def in_words(value):
+    """What an argument got, for the user."""
+    if value is X:
+        return "x"
+    if isinstance(value, tuple):
+        return "a rotary table"
+    if not isinstance(value, torch.Tensor):
+        return str(value)
+    if value.dtype == torch.bool:
+        where = "above" if value[..., 0, -1].all() else "on and below"
+        return f"boolean, True {where} the diagonal"
+    if value.dtype == torch.int64:
+        return "positions"
+    if value.isinf().any():
+        return "float, -inf above the diagonal"
+    return "ones" if value.ndim == 2 and (value == 1).all() else "a rotary table"
+
+
 def orders(fused, h):
     """Orders of the rows of a weight that holds several, as letters: for all heads at once, or head
     after head. In a second version there are two queries for each key."""

@@ -1,12 +1,15 @@
 """What a user may have said wrongly of a layer: its n_head, its version, or what it is at all."""
+import re
 from dataclasses import replace
 
 import torch
 
 from port import given, outside
+from port.roles import VECTORS, in_short
 from port.search import Search
 
 A_LITTLE = 2  # seconds of one core for each other reading
+CHECK = "Are n_head, version and names right?"
 
 
 def is_a_block(port, way, x):
@@ -19,11 +22,71 @@ def is_a_block(port, way, x):
     y = port.run(way.arguments, x)
     if y is None or not y.isfinite().all() or y.abs().max() < 1e-6:
         return ""
-    lambdas = [name for name, role in port.roles.items() if role.startswith("lambda_")]
+    lambdas = [name for name, role in port.roles.items() if role.startswith("lambda")]
     place = lambdas[0].rpartition(".")[0] if lambdas else ""
     advice = f", perhaps layer = yours.{place}" if place else ""
     return ("with all its matrices 0 the layer still gives something, so it adds a residual. Is it "
             f"a whole block? Give the attention alone{advice}.")
+
+
+def ask_for_names(port, unknown):
+    """A sentence on weights whose names and shapes do not tell what they are."""
+    weights = ", ".join(f"{name} {tuple(port.weights[name].shape)}" for name in unknown)
+    missing = ", ".join(port.missing_roles())
+    ending = f" Not found were: {missing}." if missing else ""
+    return (f"what is {weights}? Say it with names = {{role: name of the weight}}, roles being q, "
+            f"k, v, several such as qkv, o, norm, lambda_q1 ...{ending}")
+
+
+def what_does_not_fit(port, C):
+    """A sentence that names the weights whose shapes are not those of such a layer."""
+    said = port.said
+    missing = [role for role in port.missing_roles() if role in ("q", "k", "v")]
+    if missing:
+        all_sizes = sizes_in_words(port, port.weights)
+        return f"{all_sizes}. Not found were: {', '.join(missing)}. {CHECK}"
+    for role, expected in misfits(port.draw(given.orders(port.fused, said.heads)[0]), said, C):
+        names = [name for name, its in port.roles.items()
+                 if role in (its, *port.vectors_in.get(name, []))
+                 or re.fullmatch("[qkv]+", its) and role in its]
+        return f"{sizes_in_words(port, names)}, and {expected} is expected. {CHECK}"
+    return (f"its weights do not have the sizes of such a layer: "
+            f"{sizes_in_words(port, port.weights)}. {CHECK}")
+
+
+def sizes_in_words(port, names):
+    words = {}  # of weights in a list of heads, one
+    for name in names:
+        shape = tuple(port.weights[name].shape)
+        words[in_short([name])[0], shape] = f"{name} {shape} was read as {port.roles[name]}"
+    return ", ".join(words.values())
+
+
+def misfits(parts, said, C):
+    """(role, the shape that is expected) of what can't be, the cause first.
+
+    parts: {role: [part, ...]} as Port.draw gives them.
+    """
+    h = said.heads
+    key_maps = 2 if said.version == 1 else 1
+    rows = {role: sum(len(part) for part in some) for role, some in parts.items()}
+    for role in ("q", "k", "v"):
+        if {part.shape[-1] for part in parts[role]} != {C}:
+            yield role, f"(outputs, {C})"
+    d = rows["q"] // (2 * h)
+    if d == 0 or rows["q"] % (2 * h) != 0:
+        yield "q", f"({2 * h} d, {C})"
+        return  # the others follow from d
+    for role in VECTORS:
+        if any(part.shape[-1] != d for part in parts[role]):
+            yield role, f"({d},)"
+    kv = rows["k"] // (key_maps * d)
+    if rows["k"] % (key_maps * d) != 0 or h % max(1, kv) != 0:
+        yield "k", f"({key_maps * d} for each of {h} heads or of some that share, {C})"
+    d_v = rows["v"] // max(1, kv)
+    width = sum(part.shape[-1] for part in parts["o"])
+    if parts["o"] and width != h * d_v:
+        yield "o", f"({C}, {h * d_v})"
 
 
 def other_reading(port):
@@ -32,14 +95,15 @@ def other_reading(port):
     parts = port.draw(given.orders(port.fused, said.heads)[0])
     rows = sum(len(part) for part in parts["q"])
     names = {role: name for name, role in port.roles.items()}
-    if "lambda_q1" in names:
-        d = port.weights[names["lambda_q1"]].shape[-1]
+    vector = names.get("lambda_q1") or names.get("lambdas")
+    if vector:
+        d = port.weights[vector].shape[-1]
         maps, remainder = divmod(rows, d)
         reading = replace(said, version=1, n_head=maps)
-        why = f"{names['lambda_q1']} has {d} channels, and the queries have {rows}"
+        why = f"{vector} has {d} channels, and the queries have {rows}"
         fits = remainder == 0 and maps % 2 == 0
     elif "gate" in names:
-        h = len(port.weights[names["gate"]])
+        h = sum(len(part) for part in parts["gate"])
         reading = replace(said, version=2, n_head=h)
         why = f"{names['gate']} has {h} rows, and there are no lambda vectors"
         fits = rows % (2 * h) == 0

@@ -64,9 +64,8 @@ def body(function):
 
 # what is seen from outside, whatever the layer looks like inside
 FROM_OUTSIDE = [
-    Mistake("sees the future", BROKEN, text="A token changes the outputs of earlier ones. Norms "
-            "and reshapes leak too, in spite of a mask. Validation loss is too good, and "
-            "generation bad."),
+    Mistake("sees the future", BROKEN, text="A token changes the outputs of earlier ones. "
+            "Validation loss is too good, and generation bad."),
     Mistake("NaN", BROKEN, text="Outputs are NaN. Usual: -inf is put in after the softmax."),
     Mistake("random", BROKEN, text="In eval mode one input gives two outputs. Usual: F.dropout(x) "
             "without training=self.training. Set the dropout to 0 and run again for the rest."),
@@ -79,6 +78,9 @@ FROM_OUTSIDE = [
             "different outputs."),
     Mistake("length", BROKEN, text="A token's output changes as the text behind it grows, so "
             "generation is bad."),
+    Mistake("overflow", BROKEN, text="Larger inputs give NaN or infinity: float16 ends at 65504. "
+            "Usual: exp without the maximum taken off, or scores that are scaled after the "
+            "product."),
     Mistake("unused norm", NOTE, text="The weight of a norm has no effect: it is built and never "
             "used."),
 ]
@@ -96,6 +98,11 @@ BY_NUMBER = [
     Mistake("lambda", DIFFERS, text=(
         "lambda has another form, which learns at another rate. In the paper it is "
         "exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init.")),
+    Mistake("lambda negative", DIFFERS, text=(
+        "The second map is added, not subtracted: lambda is negative. In the paper lambda A_2 is "
+        "subtracted.")),
+    Mistake("lambda bounded", DIFFERS, text=(
+        "lambda is kept above or below a number. In the paper it has no bounds.")),
     Mistake("lambda_init", DIFFERS, text=(
         "lambda_init is not that of this layer. In the paper it is 0.8 - 0.6 exp(-0.3 l), and "
         "l counts the layers from 0.")),
@@ -117,6 +124,12 @@ BY_NUMBER = [
         "the square. Usual: the table was made for 2d channels.")),
     Mistake("rotary share", CHOICE, text=(
         "The rotary embedding turns some channels of a query. In the paper it turns all.")),
+    Mistake("longer text", DIFFERS, text=(
+        "In a longer text the layer computes something else, as where a window hides the first "
+        "tokens. In the paper each token sees all earlier ones.")),
+    Mistake("weights transposed", SAME, text=(
+        "The rows of a matrix are its inputs: y = x @ W. In the paper's code they are its outputs, "
+        "as those of nn.Linear.")),
 ]
 
 # what is found by trying, one function in place of another
@@ -146,6 +159,9 @@ BY_CODE = [
             is_rare=True),
     Mistake("negative weights cut", DIFFERS, dict(subtract=wrong.negative_weights_cut),
             is_sharp=True),
+    Mistake("norm before subtraction", DIFFERS,
+            dict(subtract=wrong.norm_before_subtraction, norm=wrong.gain_alone), is_sharp=True,
+            is_rare=True, only="version 1"),
     Mistake("maps read as tokens", DIFFERS, dict(split=wrong.maps_read_as_tokens), leaks=True,
             is_sharp=True),
     Mistake("maps read as tokens", DIFFERS, dict(subtract=wrong.outputs_read_as_tokens), leaks=True,
@@ -176,6 +192,12 @@ BY_CODE = [
             needs_order=True, only="version 1"),
     Mistake("rotary over both maps", DIFFERS, dict(turn=wrong.turn_both_maps_by_halves),
             is_sharp=True, needs_order=True, only="version 1"),
+    Mistake("rotary on one map", DIFFERS, dict(turn=wrong.turn_first_map), is_sharp=True,
+            needs_order=True, is_rare=True, only="version 1"),
+    Mistake("rotary on one map", DIFFERS, dict(turn=wrong.turn_first_map_by_halves), is_sharp=True,
+            needs_order=True, is_rare=True, only="version 1"),
+    Mistake("rotary of queries ahead", DIFFERS, dict(queries=wrong.queries_one_ahead),
+            is_sharp=True, needs_order=True, is_rare=True),
     Mistake("no rotary", CHOICE, dict(turn=wrong.no_turn), is_sharp=True),
     Mistake("no norm weight", CHOICE, dict(gain=wrong.no_gain), only="norm without weight"),
     Mistake("norm weight 1 + w", SAME, dict(gain=wrong.gain_from_zero), only="norm with weight"),
@@ -196,6 +218,10 @@ BY_CODE = [
 NOTES = [
     Mistake("start from zeros", NOTE, text="These weights are 0 in the layer as it was given, and "
             "their gradient is a product of zeros. If training starts so, they stay 0."),
+    Mistake("start of lambda", NOTE, text="lambda's vectors start far from the paper's, which have "
+            "std 0.1, so that lambda starts near lambda_init."),
+    Mistake("norm weight for each head", NOTE, text="The norm has a weight for each head. In the "
+            "paper one weight serves all heads."),
     Mistake("rounding", NOTE, text="The layer rounds to float16 or bfloat16 inside. What differs "
             "by less than that is not seen."),
 ]
@@ -206,9 +232,10 @@ MISTAKES = FROM_OUTSIDE + BY_NUMBER + BY_CODE + NOTES
 # what no look at a layer shows
 BEYOND_THE_LAYER = {
     "a judge that sees the future": "The test that a port has to pass may itself be wrong. The "
-    "reference of a public benchmark (ResearchCodeBench db3d16d, pset/Diff-Transformer) adds a "
-    "boolean mask, so it leaks, and a port with masked_fill fails there. Check a judge first: give "
-    "its reference two texts that differ in the last token only, and compare the outputs before.",
+    "reference of a public benchmark (ResearchCodeBench db3d16d, pset/Diff-Transformer) adds its "
+    "mask, and its own test gives it a boolean one, so there it leaks, and a port with masked_fill "
+    "fails. Check a judge first: give its reference two texts that differ in the last token only, "
+    "and compare the outputs before.",
     "a start from zeros that never leaves it": "The gradient of lambda_q1 is lambda_k1 times "
     "something, and the other way round: if both start at 0, both stay there. So do q2 and k2. "
     "A public converter that does so (axolotl-ai-cloud/diff-transformer 20acfc9, --zero-init) can "

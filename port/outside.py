@@ -48,6 +48,11 @@ class Seen:
     sees_future: bool = False  # within x: a longer text may show another leak
     uses_order: bool = True  # the order of earlier tokens matters
 
+    @property
+    def rounds(self):
+        """To float16 or bfloat16."""
+        return self.tolerance > 1e-4  # float32 makes less, also where A_1 - lambda A_2 is small
+
 
 def look(port, x, ways):
     """Seen, in the best ways to call the layer.
@@ -61,6 +66,8 @@ def look(port, x, ways):
     best = replace(best, ways=ways)
     if port.said.causal and best.mistakes.keys().isdisjoint(NOT_SOUND) and not best.sees_future:
         best = replace(best, mistakes=look_further(port, best) | best.mistakes)
+    if best.rounds and best.mistakes.keys().isdisjoint(NOT_SOUND):
+        best = replace(best, mistakes=overflow(port, best) | best.mistakes)
     port.draw()
     return replace(best, uses_order=any(uses_order(port, best, way) for way in best.ways))
 
@@ -158,6 +165,54 @@ def look_further(port, seen):
     return {}
 
 
+def overflow(port, seen):
+    """{"overflow": detail}, if larger inputs give no numbers, with weights as at a usual start."""
+    port.draw(quiet=True)
+    for times in (10, 30):
+        y = port.run(seen.ways[0].arguments, times * seen.x)
+        if y is not None and not y.isfinite().all():
+            return {"overflow": f"Here they are {times} times as large as behind a norm."}
+    return {}
+
+
+def how_matrices_lie(port, way, x):
+    """(names of those whose rows are inputs, as in x @ W; names of those where it is not clear).
+
+    The rows of a Linear are outputs. Where x is 0 but for its first channel, a matrix that is
+    multiplied by x has a gradient only where it meets this channel: in its first row or its first
+    column. For W_O the same holds of the first channel of the output.
+    """
+    port.draw()
+    first = torch.zeros(x.shape[2])
+    first[0] = 1
+    from_x = gradients(port, way, first * x, x)
+    to_y = gradients(port, way, x, first * x)
+    if not from_x or not to_y:
+        return frozenset(), frozenset()
+    transposed, unclear = [], []
+    for name, role in port.roles.items():
+        if port.weights[name].ndim != 2 or not re.fullmatch("[qkv]+|gate|o", role):
+            continue
+        gradient = to_y[name].T if role == "o" else from_x[name]  # its rows are inputs if W's are
+        in_first_row = not gradient[1:].any()
+        in_first_column = not gradient[:, 1:].any()
+        if in_first_row and not in_first_column:
+            transposed.append(name)
+        elif not in_first_column:
+            unclear.append(name)
+    return frozenset(transposed), frozenset(unclear)
+
+
+def gradients(port, way, x, slope):
+    """{name: gradient of a weight}, of the output for x times slope. {} if it has none."""
+    y = port.run(way.arguments, x)
+    if y is None or not y.requires_grad:
+        return {}
+    found = torch.autograd.grad((y * slope).sum(), list(port.drawn.values()),
+                                materialize_grads=True)
+    return dict(zip(port.drawn, found))
+
+
 def dead_weights(port, way, x):
     """Names of the weights that have no effect in two draws of them."""
     first = without_gradient(port, way, x, seed=1)
@@ -167,7 +222,7 @@ def dead_weights(port, way, x):
 
 
 def without_gradient(port, way, x, seed):
-    """Names of the weights of which some row has no effect on the output."""
+    """Names of the weights of which some row, or column if transposed, has no effect."""
     port.draw(seed=seed)
     y = port.run(way.arguments, x)
     weights = {}
@@ -177,8 +232,13 @@ def without_gradient(port, way, x, seed):
             weights[name] = weight
     if not y.requires_grad:
         return list(weights)
-    gradients = torch.autograd.grad((y * x).sum(), list(weights.values()), materialize_grads=True)
-    return [name for name, g in zip(weights, gradients) if not g.any(-1).all()]
+    slopes = torch.autograd.grad((y * x).sum(), list(weights.values()), materialize_grads=True)
+    found = []
+    for name, slope in zip(weights, slopes):
+        inputs = 0 if name in port.transposed else -1  # the dimension that holds them
+        if not slope.any(inputs).all():
+            found.append(name)
+    return found
 
 
 def switch_that_matters(port, seen, y):

@@ -82,7 +82,7 @@ def project(x, w, step):
     v = step.values(x @ w.v.T, w, step)  # (B, kv, 1, T, d_v)
     k = step.group_keys(k, w.h // w.kv)  # (B, h, 2, T, d)
     v = step.group_values(v, w.h // w.kv)  # (B, h, 1, T, d_v)
-    return rotary(q, w, step), rotary(k, w, step), v
+    return step.queries(q, w, step), rotary(k, w, step), v
 
 
 def attend(q, k, v, lam, w, step):
@@ -111,6 +111,11 @@ def repeat(m, times):
 def turn(m, theta):
     """Neighbouring channels turn by position * theta^(-2i/d) (RoFormer, Eq. 34)."""
     return rotate(m, angles(m, theta))
+
+
+def rotary(m, w, step):
+    """Turn the first w.turned channels of each map. In the paper these are all."""
+    return torch.cat((step.turn(m[..., : w.turned], w.theta), m[..., w.turned :]), dim=-1)
 
 
 def scores(q, k, w):
@@ -167,6 +172,7 @@ class Steps:
     group_keys: Callable = repeat
     group_values: Callable = repeat
     turn: Callable = turn
+    queries: Callable = rotary
     scores: Callable = scores
     maps: Callable = maps
     lam: Callable = lam
@@ -230,8 +236,3 @@ def angles(m, theta):
     frequency = theta ** (-torch.arange(0, d, 2).double() / d)
     angle = torch.arange(T)[:, None] * frequency
     return angle.cos(), angle.sin()
-
-
-def rotary(m, w, step):
-    """Turn the first w.turned channels of each map. In the paper these are all."""
-    return torch.cat((step.turn(m[..., : w.turned], w.theta), m[..., w.turned :]), dim=-1)

@@ -2,6 +2,9 @@
 import re
 
 ROLES = re.compile("[qkv]+|o|lambda(_[qk][12])?|gate|(qk_)?norm|bias")
+VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+OF_OUTPUT = "o|out.*|.*proj.*|dense|fc.*|lin.*|final.*|merge.*|combine.*|concat.*|mix.*"
+OF_NORM = ".*norms?|.*ln|gain|gamma|scale|g"
 BIAS = {"b", "bias", "beta", "offset", "shift"}
 OBVIOUS = {  # parts of names from which a reader would say the same, behind a w or to
     "q": "q_?[12]?(p|_?proj|_?linear)?|quer(y|ies)_?[12]?",
@@ -16,7 +19,10 @@ OBVIOUS = {  # parts of names from which a reader would say the same, behind a w
 
 
 def role_of(name, weight):
-    """q, k, v, several such as qkv, o, lambda, lambda_q1, ..., gate, norm, qk_norm or bias."""
+    """q, k, v, several such as qkv, o, lambda, lambda_q1, ..., gate, norm, qk_norm or bias.
+
+    unknown, if neither the name nor the shape tells.
+    """
     name = name.lower().replace("λ", "lam").replace("c_attn", "qkv").replace("in_proj", "qkv")
     words = [word.strip("w") for word in re.findall("[a-z]+", name)]  # wq and q are one
     is_vector = weight.numel() == max(weight.shape, default=1)
@@ -28,14 +34,33 @@ def role_of(name, weight):
     if re.search("(?<![a-z])lam|lambda", name) or weight.numel() == 1:
         is_linear = weight.ndim == 2 and name.endswith("weight")
         return "gate" if is_linear or not is_vector else "lambda"
-    if "norm" in words or is_vector:
+    if is_vector or any(re.fullmatch(OF_NORM, word) for word in words):
         of_qk = re.search("(?<![a-z])([qk]+_?(norm|ln|scale)|temp)", name)
         return "qk_norm" if of_qk else "norm"
     found = [re.fullmatch("([qkv]+)p?|que.*|keys?|val.*", word) for word in words]
     letters = "".join(match[1] or match[0][0] for match in found if match)
     if letters:
         return letters
-    return "gate" if "gate" in words else "o"
+    if "gate" in words:
+        return "gate"
+    return "o" if any(re.fullmatch(OF_OUTPUT, word) for word in words) else "unknown"
+
+
+def stacked_vectors(weights, roles, C):
+    """{name: number of vectors} of weights that hold lambda's four vectors together. Else {}.
+
+    They are (4, d), twice (2, d), or four times (d), or have a number for each head in between.
+    Such a weight is called lambda something, or has a name that tells nothing.
+    """
+    found = {}
+    widths = set()
+    for name, weight in weights.items():
+        width = weight.shape[-1] if weight.ndim else 1
+        if roles[name] in ("lambda", "gate", "unknown") and 1 < width < C:
+            found[name] = len(weight) if weight.ndim > 1 else 1
+            widths.add(width)
+    is_one_set = sum(found.values()) == 4 and len(widths) == 1
+    return found if is_one_set else {}
 
 
 def in_short(names):

@@ -30,7 +30,10 @@ class TooLong(Exception):
 
 
 class Clock:
-    """Counts combinations, says after five seconds that it is still looking, and ends a search."""
+    """Counts combinations, says after five seconds that it is still looking, and ends a search.
+
+    The first search may be followed by shorter ones, in other readings of the layer.
+    """
 
     def __init__(self):
         self.tries = 0
@@ -42,7 +45,8 @@ class Clock:
         if not self.has_spoken and time.monotonic() - self.began > 5:
             self.has_spoken = True
             print(f"still looking for causes, after {self.tries} combinations. It may take "
-                  f"{SECONDS} seconds of one core", file=sys.stderr)
+                  "half a minute of one core, and longer where that has other work",
+                  file=sys.stderr)
         if time.process_time() > self.ends:
             raise TooLong
 
@@ -56,14 +60,24 @@ class Clock:
 
 
 class Found:
-    """What explains a port: mistakes, and w of two draws, with the numbers that were fitted."""
+    """What explains a port: mistakes, and w of two draws, with the numbers that were fitted.
 
-    def __init__(self, reading, mistakes, error, w, again):
+    draw: the first of them. again: w of the second, whose lambda vectors are others.
+    """
+
+    def __init__(self, reading, mistakes, steps, error, draw, w, again):
         self.reading = reading
         self.mistakes = mistakes
+        self.steps = steps
         self.error = error
+        self.draw = draw
         self.w = w
         self.again = again
+
+    def has_the_papers_lambda(self, near):
+        """In the paper's form lambda without what the vectors make is the same in both draws."""
+        is_version_1 = self.reading.version == 1 and bool(self.w.exp_part.any())
+        return is_version_1 and bool(abs(self.w.lambda_init - self.again.lambda_init) < near)
 
 
 class Search:
@@ -148,7 +162,7 @@ class Search:
                 error, again = other.fit(steps, turned, theta)
             self.sharp_errors.append(error)
             if error < self.seen.tolerance:
-                return Found(self.reading, mistakes, error, w, again)
+                return Found(self.reading, mistakes, steps, error, sharp, w, again)
         return None
 
     def possible(self, is_sharp):

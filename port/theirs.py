@@ -12,7 +12,7 @@ from model import ATTENTION, GPTConfig
 from port import given
 from port.paper import lambda_init_of
 from port.problems import USE_VECTORS, NoVerdict, how_far, refuse_what_is_no_layer, say
-from port.roles import ROLES, role_of
+from port.roles import ROLES, VECTORS, role_of, stacked_vectors
 
 # what these weights are in a first draw, the same in all heads, so that 0 < lambda < 1. In another
 # draw they are half of it: findings.py tells by both whether lambda has the paper's form
@@ -64,6 +64,9 @@ class Port:
                 self.tell(role, name)
         letters = [role for role in self.roles.values() if re.fullmatch("[qkv]{2,}", role)]
         self.fused = letters[0] if letters else ""
+        self.vectors_in = {}  # {name: [lambda_q1, ...]} of a weight that holds several of them
+        self.transposed = frozenset()  # names of matrices whose rows are inputs
+        self.unclear = frozenset()  # names of matrices of which we can't tell that
         self.drawn = {}  # the weights with which it runs
         self.problems = []  # what went wrong in calls
 
@@ -76,33 +79,62 @@ class Port:
         self.roles[name] = role
         self.told.add(name)
 
-    def draw(self, order="", seed=1, flat=False, without=()):
+    def read_shapes(self, C):
+        """Find roles that names do not tell: lambda's vectors in one weight, and W_O as the rest.
+
+        The order of the vectors is a guess. lambdas.py mends it, once lambda is known.
+        """
+        if self.said.version == 1 and not set(VECTORS) & set(self.roles.values()):
+            guesses = {n: w for n, w in self.weights.items() if n not in self.told}
+            vectors = iter(VECTORS)
+            for name, count in stacked_vectors(guesses, self.roles, C).items():
+                self.roles[name] = "lambdas"
+                self.vectors_in[name] = [next(vectors) for _ in range(count)]
+        unknown = [name for name, role in self.roles.items() if role == "unknown"]
+        if len(unknown) == 1 and "o" not in self.roles.values():
+            self.roles[unknown[0]] = "o"
+
+    def missing_roles(self):
+        """What the paper's layer has, and no weight of this one was read as."""
+        found = set(self.roles.values()).union(*self.vectors_in.values())
+        for role in list(found):
+            if re.fullmatch("[qkv]+", role):
+                found |= set(role)
+        expected = ["gate"] if self.said.version == 2 else ["norm", *VECTORS]
+        return [role for role in ["q", "k", "v", "o", *expected] if role not in found]
+
+    def draw(self, order="", seed=1, flat=False, without=(), lambdas=None, quiet=False):
         """Draw weights, and return {role: [part, ...]} of them, in float64.
 
         order: of the rows of a fused weight. Without it nothing of this weight is made larger, and
         it is one part. flat: W_q = 0, so that all maps are flat.
         without: names of weights that have no effect. They are drawn, and are nobody's part.
+        lambdas: numbers in place of LAMBDAS. quiet: nothing is made larger.
         """
         random = torch.Generator().manual_seed(seed)
         # v is so large that the eps of a norm does not show
         loud = {"q": 0.0 if flat else 1.5, "v": 300.0, "bias": 0.0, "qk_norm": 0.0}
+        if quiet:
+            loud = {"bias": 0.0, "qk_norm": 0.0}
+        if lambdas is None:
+            lambdas = LAMBDAS if seed == 1 else {name: x / 2 for name, x in LAMBDAS.items()}
         drawn = {}
         parts = defaultdict(list)
         for name, weight in self.weights.items():
             role = self.roles[name]
             size = math.sqrt(max(weight.shape, default=1))
             new = torch.randn(weight.shape, generator=random) / size
-            if role in LAMBDAS:
-                number = LAMBDAS[role] if seed == 1 else LAMBDAS[role] / 2
-                new.fill_(number / size)
-            letters = order if order and role == self.fused else [role]
-            for letter, part in zip(letters, torch.atleast_1d(new).chunk(len(letters))):
+            letters = self.vectors_in.get(name, [role])
+            if order and role == self.fused:
+                letters = order
+            outputs = 1 if name in self.transposed else 0  # the dimension that holds them
+            for letter, part in zip(letters, torch.atleast_1d(new).chunk(len(letters), outputs)):
+                if letter in lambdas:
+                    part.fill_(lambdas[letter] / math.sqrt(part.shape[-1]))
                 part *= loud.get(letter, 1.0)
                 part += letter in ("norm", "qk_norm")
-                if part.ndim == 3:  # a matrix for each head, (h, C, d) or (h, d, C)
-                    part = part.flatten(0, 1).T if letter == "o" else part.mT.flatten(0, 1)
                 if name not in without:
-                    parts[letter].append(part.double())
+                    parts[letter].append(rows_of(part, letter).double().transpose(0, outputs))
             drawn[name] = new.requires_grad_()
         self.use(drawn)
         return parts
@@ -165,6 +197,17 @@ class Port:
         text = "the layer does not run: " + "; or: ".join(dict.fromkeys(said))
         looks_foreign = re.search(r"numpy|ndarray|jax|mlx", text, re.IGNORECASE)
         return f"{text}. {USE_VECTORS}" if looks_foreign else text
+
+
+def rows_of(part, letter):
+    """A part of a weight as (outputs, inputs), and lambda's vectors as (1 or h, d)."""
+    if letter in VECTORS:
+        return part.reshape(-1, part.shape[-1])
+    if part.ndim == 3:  # a matrix for each head, (h, C, d) or (h, d, C)
+        return part.flatten(0, 1).T if letter == "o" else part.mT.flatten(0, 1)
+    if part.ndim > 3:  # as (h, 2, d, C)
+        return part.flatten(0, -2)
+    return part
 
 
 def check(said):

@@ -24,6 +24,7 @@ from port import paper, wrong
 FILE = Path(__file__).parent / "vectors.npz"
 B, T, C = 2, 4, 16
 PREFIX = 2  # tokens
+STEPS = 2**42  # in 1: what is finer is rounding, and would make the file larger
 CASES = {  # <arm>_<depth>
     "diff_0": dict(attn="diff", n_head=4, depth=0),
     "diff_3": dict(attn="diff", n_head=4, depth=3),
@@ -42,10 +43,12 @@ WRONG_STEPS = {
     "values tiled": dict(group_values=wrong.tile_over_maps),
     "no norm": dict(norm=wrong.no_norm),
     "norm over time": dict(norm=wrong.norm_over_time),
+    "norm over all heads": dict(norm=wrong.norm_over_heads),
 }
 WRONG_NUMBERS = {
     "no scale": dict(scale=1.0),
-    "lambda_init from layer 1": dict(lambda_init=paper.lambda_init_of(4)),
+    "scale sqrt(2d)": dict(scale=math.sqrt(2 * C // 4)),
+    "l counted from 1": dict(lambda_init=paper.lambda_init_of(4)),
     "no factor": dict(factor=1.0),
 }
 
@@ -73,7 +76,7 @@ def weights_of(case, attn, n_head, depth, kv=None):
 
 
 def values_of(weight, attn, n_head, depth):
-    """{name: array}: all but the weights and gradients."""
+    """{name: array}: all but the weights and gradients. Grouped k and v are already repeated."""
     text = numbers("text", B, T + 1, C, size=2)
     x = text[:, :T]
     found = equations.layer(attn, weight, x, n_head, depth)
@@ -86,7 +89,7 @@ def values_of(weight, attn, n_head, depth):
         "x_next": text[:, T:],  # one more token
         "y_next": longer["y"][:, T:],
     }
-    v = found.pop("v")  # not in the file: it is x times its weight
+    v = found["v"]
     if "linear" in attn:  # the state behind x, for each map: S, and Z, which is not rotated
         k = equations.elu_plus_1(equations.split(x @ weight["k_proj.weight"].T, C // n_head))
         v = v.repeat(k.shape[1] // v.shape[1], axis=1)
@@ -174,7 +177,7 @@ def make():
             outputs = outputs_with_mistakes(weight, found["x"], settings["n_head"], depth=3)
             found |= {f"wrong/{name}": y for name, y in outputs.items()}
         arrays |= {f"{case}/{name}": value for name, value in found.items()}
-    return arrays
+    return {key: np.round(value * STEPS) / STEPS for key, value in arrays.items()}
 
 
 def main(argv):

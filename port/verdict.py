@@ -1,5 +1,5 @@
 """The verdict on a port: what is seen from outside, and what makes the paper's layer into it."""
-from port import findings, misread, outside, stand_ins
+from port import findings, further, given, lambdas, misread, outside, stand_ins
 from port.mistakes import BROKEN, CHOICE, DIFFERS, NOTE, SAME, find
 from port.outside import NOT_SOUND
 from port.problems import NoVerdict
@@ -32,48 +32,52 @@ class Verdict:
         return "\n".join(self.lines)
 
 
-def diagnose(layer=None, n_head=8, depth=0, version=1, causal=True, names=None):
+def diagnose(layer=None, n_head=8, depth=None, version=1, causal=True, names=None):
     """The Verdict on a layer, (B, T, C) to (B, T, C), which is put into eval mode.
 
     layer: a torch module, or a function layer(x, w) of weights with Microsoft's names.
     n_head: how many maps, two for each head. In version 2 it counts heads.
-    depth: the number of the layer, counted from 0.
+    depth: the number of the layer, counted from 0. If None, 0 is assumed, and that is said.
     names: {role: the name of a weight, or a list of names}, where the guess is wrong.
     Raises ValueError with a sentence that helps, where no verdict is possible.
     """
-    port = Port(layer, Reading(n_head, depth, version, causal), names)
+    is_told = depth is not None
+    port = Port(layer, Reading(n_head, depth if is_told else 0, version, causal), names)
     x, ways = port.ways()
+    port.read_shapes(x.shape[2])
+    port.transposed, port.unclear = outside.how_matrices_lie(port, ways[0], x)
     seen = outside.look(port, x, ways)
     found = [findings.Finding(find(name), detail) for name, detail in seen.mistakes.items()]
     causes = None
+    way = seen.ways[0]
     if NOT_SOUND & seen.mistakes.keys():
         note = "It is not compared with the paper's layer: that needs sound outputs."
     else:
         try:
-            causes, note = explain(port, seen)
+            causes, note, way = explain(port, seen)
         except NoVerdict as reason:
             if not any(finding.kind == BROKEN for finding in found):  # a note is no verdict
                 raise
             note = f"It is not compared with the paper's layer: {reason}"
     found = findings.join(found, causes or []) + notes_on(port, seen)
-    return Verdict(found, causes is not None, [how_it_was_read(port), note])
+    notes = [how_it_was_read(port, is_told)]
+    called = how_it_was_called(way)
+    if called:
+        notes.append(called)
+    return Verdict(found, causes is not None, [*notes, note])
 
 
 def explain(port, seen):
-    """(findings or None, a sentence). NoVerdict if there is nothing that can be compared."""
+    """(findings or None, a sentence, the way it was called).
+
+    NoVerdict if there is nothing that can be compared.
+    """
     has_no_past = "no past" in seen.mistakes
     clock = Clock()
-    block = misread.is_a_block(port, seen.ways[0], seen.x)
-    if block:
-        raise NoVerdict(block)
-    reading = misread.better_reading(port, seen, clock)
-    if reading:
-        raise NoVerdict(reading)
+    refuse_what_is_misread(port, seen, clock)
     search = Search(port, port.said, seen, clock, seconds=3 if has_no_past else SECONDS)
     if not search.tries:
-        roles = ", ".join(in_short(f"{name} as {role}" for name, role in port.roles.items()))
-        raise NoVerdict("its weights do not have the sizes of such a layer. Are n_head, version "
-                        f"and names right? They were read as follows: {roles}")
+        raise NoVerdict(misread.what_does_not_fit(port, seen.x.shape[2]))
     has_lambda = any(role.startswith("lambda") or role == "gate" for role in port.roles.values())
     found = None
     if not has_lambda:
@@ -81,18 +85,61 @@ def explain(port, seen):
     if not found:
         found = search.run()
     if found:
-        equal = f"With these changes our layer equals yours to {found.error:.0e}."
-        return findings.from_search(found, seen.tolerance), equal
+        return *what_explains(port, seen, found), found.draw.way
     if has_no_past:
-        return None, "Mend that first, and run again: the rest can't be compared so."
-    if not {"lambda_q1", "gate"} & set(port.roles.values()):  # no weight tells n_head
+        return None, "Mend that first, and run again: the rest can't be compared so.", seen.ways[0]
+    if not {"lambda_q1", "lambdas", "gate"} & set(port.roles.values()):  # no weight tells n_head
         reading = misread.better_reading_by_trying(port, seen, clock)
         if reading:
             raise NoVerdict(reading)
-    doubt = "Are n_head and causal right?"
-    if not has_lambda:
+    if has_lambda:
+        doubt = doubts(port, seen)
+    else:
         doubt = "No weight is a lambda: is it differential attention?"
-    return None, f"{search.where_it_failed()} {doubt}"
+    return None, f"{search.where_it_failed()} {doubt}".strip(), seen.ways[0]
+
+
+def doubts(port, seen):
+    """A question on what was said or guessed, and may be wrong where nothing explains the layer."""
+    asked = []
+    if not {"lambda_q1", "lambdas", "gate"} & set(port.roles.values()):
+        asked.append("is n_head right")
+    if seen.sees_future or not port.said.causal:
+        asked.append("is causal right")
+    if port.unclear:
+        asked.append(f"is a weight transposed ({', '.join(in_short(sorted(port.unclear)))})")
+    question = ", or ".join(asked)
+    return f"{question[:1].upper()}{question[1:]}?" if asked else ""
+
+
+def refuse_what_is_misread(port, seen, clock):
+    """NoVerdict if the layer is not what it was said to be, or if weights have no role."""
+    block = misread.is_a_block(port, seen.ways[0], seen.x)
+    if block:
+        raise NoVerdict(block)
+    unknown = [name for name, role in port.roles.items() if role == "unknown"]
+    if unknown and "dead weights" not in seen.mistakes:
+        raise NoVerdict(misread.ask_for_names(port, unknown))
+    reading = misread.better_reading(port, seen, clock)
+    if reading:
+        raise NoVerdict(reading)
+
+
+def what_explains(port, seen, found):
+    """(findings, a sentence) of what makes our layer equal to the port."""
+    if port.vectors_in:
+        lambdas.name_vectors(port, found, findings.nearness(seen.tolerance))
+    causes = findings.from_search(found, seen.tolerance)
+    if port.transposed:
+        names = ", ".join(in_short(sorted(port.transposed)))
+        causes.append(findings.Finding(find("weights transposed"), f"Here: {names}."))
+    later = further.look(port, found, seen)
+    start = "Our layer equals"
+    if later:
+        start = "Otherwise our layer equals"
+    elif any(cause.kind != NOTE for cause in causes):
+        start = "With these changes our layer equals"
+    return causes + later, f"{start} yours to {found.error:.0e}."
 
 
 def notes_on(port, seen):
@@ -101,18 +148,35 @@ def notes_on(port, seen):
     zeros = outside.starts_from_zeros(port, seen.ways[0], seen.x)
     if zeros:
         found.append(findings.Finding(find("start from zeros"), ", ".join(in_short(zeros))))
-    if seen.tolerance > 1e-4:  # float32 makes less, also where A_1 and lambda A_2 nearly cancel
+    far = lambdas.far_start(port)
+    if far:
+        found.append(findings.Finding(find("start of lambda"), far))
+    if seen.rounds:
         found.append(findings.Finding(find("rounding"), f"Here that is {seen.tolerance:.0e}."))
     return found
 
 
-def how_it_was_read(port):
+def how_it_was_called(way):
+    """What forward got besides x. What it did not get, None, is no news."""
+    given_to = {name: value for name, value in way.arguments.items() if value is not None}
+    words = [f"{name}: {given.in_words(value)}" for name, value in given_to.items()]
+    return f"called with {'; '.join(words)}" if words else ""
+
+
+def how_it_was_read(port, depth_is_told):
     """What was said, what was guessed of weights whose names leave a doubt, and stand-ins."""
     said = port.said
-    text = (f"read with n_head={said.n_head}, depth={said.depth}, version={said.version}, "
+    depth = said.depth if depth_is_told else "0 (assumed)"
+    text = (f"read with n_head={said.n_head}, depth={depth}, version={said.version}, "
             f"causal={said.causal}")
-    guesses = [f"{name} as {role}" for name, role in port.roles.items()
-               if name not in port.told and not is_obvious(name, role)]
+    guesses = []
+    for name, role in port.roles.items():
+        if name in port.vectors_in:
+            guesses.append(f"{name} as {' and '.join(port.vectors_in[name])}")
+        elif name not in port.told and not is_obvious(name, role):
+            guesses.append(f"{name} as {role}")
     packages = stand_ins.packages(stand_ins.in_use())
     used = [f"a stand-in for {package}" for package in packages]
-    return ", ".join([text, *in_short(guesses), *used])
+    text = ", ".join([text, *in_short(guesses), *used])
+    missing = ", ".join(port.missing_roles())
+    return f"{text}. Not found: {missing}" if missing else text

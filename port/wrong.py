@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from model import NORM_EPS
-from port.paper import is_later, turn
+from port.paper import is_later, rms, rotary, turn
 
 # ---- split: y.unflatten(-1, (n, maps, -1)).permute(0, 2, 3, 1, 4)
 
@@ -114,6 +114,24 @@ def turn_both_maps_by_halves(m, theta):
     keys turn by themselves: split, then rotate."""
     both = m.permute(0, 1, 3, 4, 2).flatten(3)  # the same channels of the two maps side by side
     return turn(both, theta).unflatten(-1, (-1, 2)).permute(0, 1, 4, 2, 3)
+
+
+def turn_first_map(m, theta):
+    """Only the first map turns. In the paper both maps turn."""
+    return torch.stack((turn(m[:, :, 0], theta), m[:, :, 1]), dim=2)
+
+
+def turn_first_map_by_halves(m, theta):
+    """Only the first map turns, by halves. In the paper both maps turn."""
+    return torch.stack((turn_by_halves(m[:, :, 0], theta), m[:, :, 1]), dim=2)
+
+
+# ---- queries: rotary(q, w, step)
+
+def queries_one_ahead(q, w, step):
+    """Queries turn by one position more than keys do. In the paper both have the same position, so
+    the score of a token with itself does not turn."""
+    return rotary(F.pad(q, (0, 0, 1, 0)), w, step)[..., 1:, :]
 
 
 # ---- scores: q @ k.mT / w.scale
@@ -234,6 +252,13 @@ def outputs_read_as_tokens(A, scores, v, lam):
     return y[:, :, :, 0] - lam * y[:, :, :, 1]
 
 
+def norm_before_subtraction(A, scores, v, lam):
+    """The output of each map is normed, and then they are subtracted. In the paper the difference
+    is normed."""
+    y = rms(A @ v, -1)
+    return y[:, :, 0] - lam * y[:, :, 1]
+
+
 # ---- lam, in version 2: torch.sigmoid(x @ w.gate.T)
 
 def lam_without_sigmoid(x, w):
@@ -266,6 +291,11 @@ def gain_from_zero(weight):
 def no_norm(y, w, step):
     """The heads' outputs have no norm. In the paper each has an RMSNorm over its 2d channels."""
     return y
+
+
+def gain_alone(y, w, step):
+    """The norm's weight, where the norm itself came before. In the paper they are together."""
+    return y * step.gain(w.norm)
 
 
 def norm_over_heads(y, w, step):

@@ -170,6 +170,152 @@ class ListOfHeads(Right):
         return self.out_proj(torch.cat(y, -1)), None
 
 
+class Transposed(nn.Module):
+    """x @ W + b, as GPT-2's Conv1D."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) / 8)
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+class TransposedOutput(Right):
+    def __init__(self):
+        super().__init__()
+        self.out_proj = Transposed(64, 64)
+
+
+class AllTransposed(Right):
+    def __init__(self):
+        super().__init__()
+        self.q_proj = Transposed(64, 64)
+        self.k_proj = Transposed(64, 64)
+        self.v_proj = Transposed(64, 64)
+        self.out_proj = Transposed(64, 64)
+
+
+class FusedTransposed(Fused):
+    def __init__(self):
+        super().__init__()
+        self.c_attn = Transposed(64, 192)
+
+
+class VectorsInTwo(Right):
+    """lambda's vectors in two weights, whose names do not say lambda."""
+
+    def __init__(self):
+        super().__init__()
+        for name in VECTORS:
+            delattr(self, name)
+        self.lq = nn.Parameter(torch.randn(2, 8) / 10)
+        self.lk = nn.Parameter(torch.randn(2, 8) / 10)
+
+    def lam(self):
+        first, second = (self.lq * self.lk).sum(-1).exp()
+        return first - second + self.lambda_init
+
+
+class VectorsInOne(Right):
+    """Here the last two rows are the first pair."""
+
+    def __init__(self):
+        super().__init__()
+        for name in VECTORS:
+            delattr(self, name)
+        self.lambdas = nn.Parameter(torch.randn(4, 8) / 10)
+
+    def lam(self):
+        q2, k2, q1, k1 = self.lambdas
+        return (q1 @ k1).exp() - (q2 @ k2).exp() + self.lambda_init
+
+
+class VectorsInAList(VectorsInOne):
+    def __init__(self):
+        super().__init__()
+        del self.lambdas
+        self.lambdas = nn.ParameterList(torch.randn(8) / 10 for _ in range(4))
+
+
+class VectorsWithOnes(Right):
+    """lambda's vectors are (1, 1, 8)."""
+
+    def __init__(self):
+        super().__init__()
+        for name in VECTORS:
+            setattr(self, name, nn.Parameter(torch.randn(1, 1, 8) / 10))
+
+
+class OneBlockForAll(Right):
+    """W_q, W_k and W_v are one weight (3, 4, 2, 8, 64)."""
+
+    def __init__(self):
+        super().__init__()
+        del self.q_proj, self.k_proj, self.v_proj
+        self.qkv = nn.Parameter(torch.randn(3, 4, 2, 8, 64) / 8)
+
+    def split(self, x):
+        q, k, v = torch.einsum("btc,zhmdc->zbhmtd", x, self.qkv)
+        return q.flatten(1, 2), k.flatten(1, 2), v.transpose(2, 3).flatten(3)
+
+
+class OddOutput(Right):
+    """The name of W_O tells nothing, and it is the only such one."""
+
+    def __init__(self):
+        super().__init__()
+        del self.out_proj
+        self.unify = nn.Linear(64, 64)
+
+    def finish(self, y):
+        return self.unify(self.merge(self.norm(y) * (1 - INIT)))
+
+
+class NormForEachHead(Right):
+    def __init__(self):
+        super().__init__()
+        del self.subln
+        self.norms = nn.ModuleList(nn.RMSNorm(16, eps=1e-5) for _ in range(4))
+
+    def norm(self, y):
+        return torch.stack([norm(y[:, n]) for n, norm in enumerate(self.norms)], 1)
+
+
+class GainForEachHead(Right):
+    def __init__(self):
+        super().__init__()
+        del self.subln
+        self.gain = nn.Parameter(torch.ones(4, 1, 16))
+
+    def norm(self, y):
+        return F.rms_norm(y, [16], eps=1e-5) * self.gain
+
+
+class MaskedAfterwards(Right):
+    """The rows of each map are divided once more by what is left of them, which is a mask, too.
+
+    In inputs that are much larger this is 0 / 0, but no layer in float32 gets those.
+    """
+
+    def attention(self, scores):
+        A = scores.softmax(-1).tril()
+        return A / A.sum(-1, keepdim=True)
+
+
+class Buffers(Right):
+    """It can read 64 tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("later", torch.ones(64, 64, dtype=torch.bool).triu(1))
+
+    def mask(self, scores):
+        T = scores.shape[-1]
+        return scores.masked_fill(self.later[:T, :T], -math.inf)
+
+
 class ComplexTable(Right):
     """Llama's manner: a complex table and a mask come from outside, and the output is alone."""
 
@@ -274,3 +420,12 @@ class ZeroLambdas(Right):
         super().__init__()
         for name in VECTORS:
             nn.init.zeros_(getattr(self, name))
+
+
+class LargeLambdas(Right):
+    """The vectors start with std 1."""
+
+    def __init__(self):
+        super().__init__()
+        for name in VECTORS:
+            nn.init.constant_(getattr(self, name), 1.0 if name.endswith("1") else 0.5)

@@ -56,10 +56,24 @@ def test_the_lines_on_the_page_tell_right_from_wrong(layer, worst, capsys, monke
     monkeypatch.chdir(HERE.parent)
     exec(LOADER, {"my_layer": layer})
     errors = dict(line.split() for line in capsys.readouterr().out.splitlines())
-    assert list(errors) == ["q", "k", "A1", "A2", "lambda", "A", "heads", "normed", "y"]
+    assert list(errors) == ["q", "k", "v", "A1", "A2", "lambda", "A", "heads", "normed", "y"]
     assert all(float(errors[stage]) > 1e-3 for stage in worst)
     if not worst:
         assert max(map(float, errors.values())) < 1e-12
+
+
+def test_the_lines_on_the_page_refuse_another_shape(monkeypatch):
+    """numpy would subtract (1, 1, 16) from (2, 4, 16) without a word."""
+    monkeypatch.chdir(HERE.parent)
+    with pytest.raises(AssertionError, match="'y', \\(1, 1, 16\\)"):
+        exec(LOADER, {"my_layer": lambda x, w: {"y": w["y"][:1, :1]}})
+
+
+def test_grouped_keys_and_values_are_already_repeated():
+    k, v = FILE["diff_grouped_3/k"], FILE["diff_grouped_3/v"]
+    assert k.shape[1] == 8 and np.array_equal(k[:, 0:2], k[:, 2:4])
+    assert v.shape[1] == 4 and np.array_equal(v[:, 0], v[:, 1])
+    assert not np.array_equal(v[:, 1], v[:, 2])
 
 
 def test_outputs_with_mistakes_are_all_apart():

@@ -9,7 +9,8 @@ from port.tests import wrong_layers as wrong
 torch.set_num_threads(1)  # for tensors as small as these, more are slower
 
 RIGHT = [right.Right, right.Fused, right.Apart, right.ListOfHeads, right.ComplexTable,
-         right.HalfPrecision, right.Autocast]
+         right.VectorsWithOnes, right.OneBlockForAll, right.OddOutput, right.HalfPrecision,
+         right.Autocast, right.MaskedAfterwards, right.Buffers]
 WRONG = [
     (wrong.GroupNormOverTime, "BROKEN", "norm over time, mean subtracted"),
     (wrong.CountsFromOne, "BROKEN", "norm over time, mean subtracted, lambda_init"),
@@ -30,10 +31,14 @@ WRONG = [
     (wrong.NormOverAllHeads, "DIFFERS", "norm over all heads, mean subtracted"),
     (wrong.NormAfterOutProj, "DIFFERS", "norm after out_proj, mean subtracted, factor"),
     (wrong.NoRotary, "CHOICE", "no rotary"),
+    (wrong.RotaryOnOneMap, "DIFFERS", "rotary on one map"),
+    (wrong.QueriesAhead, "DIFFERS", "rotary of queries ahead"),
+    (wrong.NormBeforeSubtraction, "DIFFERS", "norm before subtraction"),
     (wrong.QKNorm, "DIFFERS", "qk-norm"),
     (wrong.NextLayersInit, "DIFFERS", "lambda_init"),
     (wrong.NoFactor, "DIFFERS", "factor"),
     (wrong.LambdaOfAScalar, "DIFFERS", "lambda"),
+    (wrong.PlusForMinus, "DIFFERS", "lambda negative"),
     (wrong.PlainSoftmax, "DIFFERS", "plain softmax, no rotary"),
 ]
 
@@ -51,6 +56,40 @@ def text_of(verdict):
 def test_a_right_layer_is_the_same(kind):
     verdict = diagnose(kind(), n_head=8, depth=3)
     assert verdict.kind == "SAME" and verdict.explained
+
+
+@pytest.mark.parametrize("kind, weights", [
+    (right.TransposedOutput, "out_proj.weight"),
+    (right.AllTransposed, "k_proj.weight, out_proj.weight, q_proj.weight, v_proj.weight"),
+    (right.FusedTransposed, "c_attn.weight"),
+])
+def test_transposed_weights_are_read_as_they_lie(kind, weights):
+    verdict = diagnose(kind(), 8, 3)
+    assert (verdict.kind, verdict.same) == ("SAME", ["weights transposed"])
+    assert f"Here: {weights}." in text_of(verdict)
+
+
+@pytest.mark.parametrize("kind, words", [
+    (right.VectorsInTwo, "lq as lambda_q1 and lambda_q2, lk as lambda_k1 and lambda_k2"),
+    (right.VectorsInOne, "lambdas as lambda_q2 and lambda_k2 and lambda_q1 and lambda_k1"),
+    (right.VectorsInAList, "lambdas.* as lambda_q2, lambdas.* as lambda_k2, lambdas.* as lambda_q"),
+])
+def test_lambdas_vectors_may_lie_in_one_weight(kind, words):
+    verdict = diagnose(kind(), 8, 3)
+    assert verdict.kind == "SAME" and words in text_of(verdict)
+
+
+def test_what_lies_like_lambdas_vectors_and_gives_another_lambda_is_asked_for():
+    layer = wrong.VectorsInOneOfAnotherForm()
+    with pytest.raises(ValueError, match=r"in no order of them .* {\"lambda\": \['lambdas']}"):
+        diagnose(layer, 8, 3)
+    assert diagnose(layer, 8, 3, names={"lambda": ["lambdas"]}).differs == ["lambda"]
+
+
+def test_a_transposed_gate():
+    layer = right.Version2()
+    layer.lambda_proj = right.Transposed(64, 4)
+    assert diagnose(layer, 4, version=2).same == ["weights transposed"]
 
 
 @pytest.mark.parametrize("kv", [1, 2])
@@ -99,14 +138,35 @@ def test_numbers_are_measured(kind, verdict, name, number):
     (wrong.TimeFirst, "mixes samples"),
     (wrong.OverHeads, "no past"),
     (wrong.LateLeak, "sees the future"),
+    (wrong.ExpOverflows, "overflow"),
+    (wrong.ScoresOverflow, "overflow"),
     (wrong.FlashDiffers, "switch"),
     (wrong.EvalDiffers, "switch"),
     (wrong.LambdaIsANumber, "dead weights"),
     (wrong.SameMapTwice, "dead weights"),
+    (wrong.SameMapTwiceTransposed, "dead weights"),
 ])
 def test_what_is_seen_from_outside(kind, name):
     verdict = diagnose(kind(), n_head=8, depth=3)
     assert verdict.kind == "BROKEN" and name in verdict.broken
+
+
+@pytest.mark.parametrize("kind, name, words", [
+    (wrong.LambdaBelowOne, "lambda bounded", "The paper's is 2."),
+    (wrong.LambdaAboveZero, "lambda bounded", "The paper's is -1."),
+    (wrong.Window, "longer text", "In a text of 272 tokens they part from token 100 on"),
+])
+def test_what_shows_only_with_another_lambda_or_in_a_longer_text(kind, name, words):
+    verdict = diagnose(kind(), 8, 3)
+    assert (verdict.kind, verdict.differs) == ("DIFFERS", [name])
+    assert words in text_of(verdict) and "Otherwise our layer equals yours" in text_of(verdict)
+
+
+@pytest.mark.parametrize("kind", [right.NormForEachHead, right.GainForEachHead])
+def test_a_norm_weight_for_each_head_is_said_and_does_not_change_the_verdict(kind):
+    verdict = diagnose(kind(), 8, 3)
+    assert verdict.kind == "SAME" and "one weight serves all heads" in text_of(verdict)
+    assert "NOTE" not in str(diagnose(right.Right(), 8, 3))
 
 
 def test_a_leak_beyond_the_first_tokens_is_said_with_its_place():
@@ -153,6 +213,14 @@ def test_a_start_from_zeros_is_said_and_does_not_change_the_verdict():
     assert "zeros" not in str(diagnose(out, 8, 3))
 
 
+def test_a_far_start_of_lambda_is_said_and_does_not_change_the_verdict():
+    """lambda = exp(8) - exp(2) + 0.556"""
+    verdict = diagnose(right.LargeLambdas(), 8, 3)
+    assert verdict.kind == "SAME"
+    assert "Here their std is 0.79, and lambda is 2974." in text_of(verdict)
+    assert "std" not in str(diagnose(right.Right(), 8, 3))
+
+
 def test_its_rounding_is_said():
     assert "float16 or bfloat16" in str(diagnose(right.HalfPrecision(), 8, 3))
     assert "float16" not in str(diagnose(right.Right(), 8, 3))
@@ -188,13 +256,15 @@ def test_an_encoder():
     (wrong.LambdaOfAScalar, dict(n_head=4), "is n_head = 8 meant"),
     (wrong.Block, dict(), "Is it a whole block.* layer = yours.attn"),
     (wrong.Residual, dict(), "it adds a residual"),
+    (right.VectorsInOne, dict(n_head=4), "is version = 1, n_head = 8 meant"),
+    (wrong.UnknownWeights, dict(), r"what is thing \(4, 1, 16\), stuff \(4, 1, 16\)\? Say it with"),
+    (wrong.WideOutput, dict(), r"out_proj.weight \(64, 128\) was read as o, and \(64, 64\) is"),
     (wrong.NumpyLayer, dict(), "PyTorch layers only.*port/vectors.md"),
     (right.Right, dict(n_head=7), "is even, and not 7"),
     (right.Right, dict(version=3), "version is 1 or 2, not 3"),
     (right.Right, dict(n_head="8"), "n_head is a whole number, not '8'"),
     (right.Right, dict(n_head=8.0), "n_head is a whole number, not 8.0"),
     (right.Right, dict(depth="3"), "depth is a whole number, not '3'"),
-    (right.Right, dict(depth=None), "depth is a whole number, not None"),
     (right.Right, dict(depth=-1), "depth counts the layers from 0"),
     (right.Right, dict(version="1"), "version is a whole number, not '1'"),
     (right.Right, dict(causal="False"), "causal is True or False, not 'False'"),
@@ -245,6 +315,52 @@ def test_only_what_is_a_guess_is_said():
     lines = str(diagnose(right.Right(), 8, 3)).splitlines()
     assert lines[1] == "read with n_head=8, depth=3, version=1, causal=True"
     assert "c_attn.weight as qkv" in str(diagnose(right.Fused(), 8, 3))
+
+
+def test_a_depth_that_is_assumed_is_said():
+    assert "depth=0 (assumed)" in str(diagnose(right.Right(), 8))
+    assert "depth=0," in str(diagnose(right.Right(), 8, 0))
+
+
+def test_what_forward_was_given_is_said():
+    text = text_of(diagnose(right.ComplexTable(), 8, 3))
+    assert "called with freqs_cis: a rotary table; attn_mask: float, -inf above the diag" in text
+    assert "called with" not in str(diagnose(right.Right(), 8, 3))
+
+
+def test_a_leak_in_spite_of_a_mask_is_said_only_where_there_is_one():
+    assert "in spite of a mask" in text_of(diagnose(wrong.GroupNormOverTime(), 8, 3))
+    assert "in spite of" not in text_of(diagnose(wrong.NoMask(), 8, 3))
+    assert "in spite of" not in text_of(diagnose(wrong.NoMaskAndScale(), 8, 3))
+
+
+def test_our_layer_equals_a_right_one_without_changes():
+    assert "\nOur layer equals yours to" in str(diagnose(right.Right(), 8, 3))
+    assert "\nWith these changes our layer equals" in str(diagnose(wrong.NoFactor(), 8, 3))
+
+
+def test_it_asks_only_what_may_be_wrong():
+    class Unknown(right.Right):
+        def subtract(self, A, v):
+            return super().subtract(A, v).abs()
+
+    class UnknownLeak(wrong.NoMask):
+        def subtract(self, A, v):
+            return super().subtract(A, v).abs()
+
+    class UnknownNorm(right.Right):
+        def finish(self, y):
+            return torch.nn.functional.rms_norm(self.out_proj(self.merge(y)), [64]).abs()
+
+    assert str(diagnose(Unknown(), 8, 3)).endswith("of the largest output.")
+    assert str(diagnose(UnknownLeak(), 8, 3)).endswith("Is causal right?")
+    ending = "Is a weight transposed (out_proj.weight)?"
+    assert str(diagnose(UnknownNorm(), 8, 3)).endswith(ending)
+
+
+def test_what_was_not_found_is_said():
+    assert "Not found: lambda_q1, lambda_k1" in text_of(diagnose(wrong.LambdaOfAScalar(), 8, 3))
+    assert "Not found: norm, lambda_q1" in text_of(diagnose(wrong.PlainSoftmax(), 8, 3))
 
 
 def test_a_function_of_weights():

@@ -5,7 +5,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from port.tests.right_layers import INIT, VECTORS, Right, Version2, rotate_halves, rotate_neighbours, tables
+from port.tests.right_layers import INIT, VECTORS, AllTransposed, Right, VectorsInOne, Version2
+from port.tests.right_layers import rotate_halves, rotate_neighbours, tables
 
 
 class GroupNormOverTime(Right):
@@ -191,6 +192,34 @@ class HalfRotary(Right):
         return torch.cat((turned, m[..., 4:]), -1)
 
 
+class RotaryOnOneMap(Right):
+    def turn(self, m):
+        maps = m.unflatten(1, (-1, 2)).clone()
+        maps[:, :, 0] = super().turn(maps[:, :, 0])
+        return maps.flatten(1, 2)
+
+
+class QueriesAhead(Right):
+    """As where a cache counts its tokens once too often. By halves."""
+
+    def split(self, x):
+        q, k, v = super().split(x)
+        T = q.shape[2]
+        cos, sin = tables(T + 1, 8)
+        return rotate_halves(q, cos[1:], sin[1:]), rotate_halves(k, cos[:T], sin[:T]), v
+
+    def turn(self, m):
+        return m
+
+
+class NormBeforeSubtraction(Right):
+    def subtract(self, A, v):
+        return self.subln(A[:, 0::2] @ v) - self.lam() * self.subln(A[:, 1::2] @ v)
+
+    def norm(self, y):
+        return y
+
+
 class QKNorm(Right):
     def turn(self, m):
         return super().turn(F.rms_norm(m, m.shape[-1:]))
@@ -227,9 +256,82 @@ class LambdaOfAScalar(Right):
         return self.lambda_param
 
 
+class VectorsInOneOfAnotherForm(VectorsInOne):
+    def lam(self):
+        return self.lambdas.sum(-1).exp().mean()
+
+
+class UnknownWeights(Right):
+    """Nothing says what these are."""
+
+    def __init__(self):
+        super().__init__()
+        self.thing = nn.Parameter(torch.randn(4, 1, 16))
+        self.stuff = nn.Parameter(torch.randn(4, 1, 16))
+
+    def norm(self, y):
+        return super().norm(y) * self.thing + self.stuff
+
+
+class WideOutput(Right):
+    """out_proj has all heads twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.out_proj = nn.Linear(128, 64)
+
+    def merge(self, y):
+        return super().merge(y).repeat(1, 1, 2)
+
+
+class PlusForMinus(Right):
+    def subtract(self, A, v):
+        return (A[:, 0::2] + self.lam() * A[:, 1::2]) @ v
+
+
+class LambdaBelowOne(Right):
+    def lam(self):
+        return super().lam().clamp(max=1)
+
+
+class LambdaAboveZero(Right):
+    def lam(self):
+        return super().lam().relu()
+
+
+class Window(Right):
+    """A token sees 100 tokens."""
+
+    def mask(self, scores):
+        too_early = torch.ones_like(scores[0, 0], dtype=torch.bool).tril(-100)
+        return super().mask(scores).masked_fill(too_early, -math.inf)
+
+
+class ExpOverflows(Right):
+    """exp in float16, and the maximum is not taken off."""
+
+    def attention(self, scores):
+        weights = scores.half().exp().tril()
+        return (weights / weights.sum(-1, keepdim=True)).float()
+
+
+class ScoresOverflow(Right):
+    """Scores in float16 are scaled after the product."""
+
+    scale = 1.0
+
+    def attention(self, scores):
+        return (self.mask(scores * 400).half() / 400 * 8**-0.5).softmax(-1).float()
+
+
 class SameMapTwice(Right):
     """The second map is made of the first one's queries and keys."""
 
+    def subtract(self, A, v):
+        return (A[:, 0::2] - self.lam() * A[:, 0::2]) @ v
+
+
+class SameMapTwiceTransposed(AllTransposed):
     def subtract(self, A, v):
         return (A[:, 0::2] - self.lam() * A[:, 0::2]) @ v
 
