@@ -32,12 +32,10 @@ def counts(layers):
 def in_one_sentence():
     """What README says of the samples that are counted."""
     n = counts(layers_of(*COUNTED))
-    in_spite = n["leak in spite of a mask"]
+    leaks = n["leak in spite of a mask"] + n["leak without any mask"]
     return (f"Of {n['layers']} public ports (reimplementations), a convenience sample, "
             f"{n[SAME] + n[CHOICE]} are the paper's layer, {n[CHOICE]} of them but for a choice "
-            "such as a constant λ_init. "
-            f"Of the {n['causal']} that should be causal, {in_spite + n['leak without any mask']} "
-            f"see the future, {in_spite} of them in spite of a mask.")
+            f"such as a constant λ_init, and {leaks} see the future though they should not.")
 
 
 def table_of_samples():
