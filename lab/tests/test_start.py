@@ -137,7 +137,7 @@ def test_the_pages_say_their_data():
     cost = fmean(low[1].values()) - fmean(reported(["softmax"], 1.0, "own")[0].values())
     words = words_of("start.md")
     for number in [
-        f"by {less(['diff', 'softmax'], 1.0, 'own')} at std 1",
+        f"by {less(['diff', 'softmax'], 1.0, 'own')} nats a byte at std 1",
         f"and by {less(['diff', 'softmax'], None, 'own')} at std 0.05",
         f"softmax is {cost:.2f} worse there",
         f"`diff` is {less(['diff', 'softmax, norm'], 1.0, 'own')} behind softmax with the norm",
