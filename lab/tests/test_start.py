@@ -139,7 +139,7 @@ def test_the_pages_say_their_data():
     for number in [
         f"by {less(['diff', 'softmax'], 1.0, 'own')} nats a byte at std 1",
         f"and by {less(['diff', 'softmax'], None, 'own')} at std 0.05",
-        f"softmax is {cost:.2f} worse there",
+        f"softmax is {cost:.2f} worse than at its own",
         f"`diff` is {less(['diff', 'softmax, norm'], 1.0, 'own')} behind softmax with the norm",
         f"softmax {less(['softmax, norm', 'softmax'], None, 'own')} and",
         f"`diff` {less(['diff', 'diff, no norm'], None, 'own')}. At low rates",
