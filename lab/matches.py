@@ -6,10 +6,12 @@ Where does diff_v2's lead on softmax lie: where an earlier match misleads, or an
         python train.py --attn=diff_v2 --lr=2e-3 --seed=$s --out=out/matches/$s
         python train.py --attn=softmax --lr=4e-3 --seed=$s --steps=545 --out=out/matches/$s/longer
     done
-    python -m lab.matches out/matches
+    python -m lab.matches out/matches    # measures them, and writes the page lab/results/minus.md
+    python -m lab.matches                # only writes the page
 
-A byte of the val text is predicted from those before it in its block. Its match is the longest end
-of these that stands earlier in the block, too, and what came next there is what the match predicts.
+A byte of the val text is predicted from those before it in its block. Its match is the longest run
+of bytes just before it that also stands earlier in the block. The byte that followed there is what
+the match predicts.
 If differential attention cancels noise, its lead should lie where a long match predicts another
 byte than the one that comes. The control is softmax after 9 % more steps: a better model, without a
 minus. The intervals are by a bootstrap over seeds and over blocks of the text.
@@ -70,12 +72,15 @@ def classes_of(sequences):
 
 def measure(folder):
     """{names, counts, leads}: of each class and block, summed over bytes. Leads are by seed."""
+    paths = sorted(file.parents[1] for file in folder.glob("*/diff_v2/ckpt.pt"))
+    if not paths:
+        raise SystemExit(f"there is no */diff_v2/ckpt.pt below {folder}")
     sequences = load_sequences(load_manual()[1], range(BLOCKS), T)
     classes = classes_of(sequences)
     names = sorted(set(classes.flatten()))
     masks = np.stack([classes == name for name in names])  # (classes, blocks, T)
     leads = {name: [] for name in PAIRS}
-    for path in sorted(file.parents[1] for file in folder.glob("*/diff_v2/ckpt.pt")):
+    for path in paths:
         for name, pair in PAIRS.items():
             one, other = [losses_of(GPT.load(path / run / "ckpt.pt"), sequences) for run in pair]
             less = one - other  # negative: it is ahead of softmax

@@ -1,8 +1,13 @@
 """
 When does the difference pay? The embedding's start, the sign in diff_v2, the length of a run.
 
-    python -m lab.start            # trains what is missing below out/start. It needs a GPU:
-                                   # some 2,000 runs, minutes there, and a month on a core
+    python -m lab.start --pieces="start; v2"    # trains what is missing below out/start
+    python -m lab.start                         # all pieces, of which length, lead, size and tied
+                                                # are planned, and have not been run
+    python -m lab.start_page collect            # and then the page
+
+It needs a GPU: 862 runs took 290 seconds on an H200, and take a day on a core.
+
 
 lab/results/start.md has the question, the predictions and the answers. Runs are those of train.py's
 toy. They are trained many at once (lab/many.py), each with its own seed, rate and embedding. Each
@@ -13,7 +18,7 @@ import math
 import sys
 import sysconfig
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from statistics import fmean
 
@@ -244,25 +249,26 @@ def pieces():
     """{name: a function of device and at_once}, the most important first."""
     found = {}
     for row in dict.fromkeys([*SHOWN, *ARMS]):
-        found[f"start: {row}"] = lambda *how, row=row: piece_start(row, "own", *how)
+        found[f"start: {row}"] = partial(piece_start, row, "own")
     for row in V2:
-        found[f"v2: {row}"] = lambda *how, row=row: piece_v2(row, *how)
+        found[f"v2: {row}"] = partial(piece_v2, row)
     for row in SHOWN:
-        found[f"length: {row}"] = lambda *how, row=row: piece_length(row, *how)
+        found[f"length: {row}"] = partial(piece_length, row)
     for row in ("softmax", "diff_v2"):
-        found[f"lead: {row}"] = lambda *how, row=row: piece_lead(row, *how)
+        found[f"lead: {row}"] = partial(piece_lead, row)
     for row in SHOWN:
-        found[f"size: {row}"] = lambda *how, row=row: piece_size(row, *how)
+        found[f"size: {row}"] = partial(piece_size, row)
     for row in ARMS:
-        found[f"tied: {row}"] = lambda *how, row=row: piece_start(row, "tied", *how)
+        found[f"tied: {row}"] = partial(piece_start, row, "tied")
     return found
 
 
 def main(argv=None):
     p = stats.parser("lab.start", __doc__)
-    p.add_argument("--pieces", help="those that are wanted, like 'start; v2: diff_v2', of start, "
-                   "v2, length, lead, size and tied, or one arm of such a piece")
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--pieces", help="pieces to train, of start, v2, length, lead, size and tied, "
+                   "or one row of a piece, like 'start; v2: diff_v2' (all)")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                   help="on a CPU models are trained one by one")
     p.add_argument("--at_once", type=int, default=24, help="models that are trained together")
     args = p.parse_args(argv)
     known = pieces()

@@ -163,12 +163,18 @@ def draw_stream(stream, path):
     figure.savefig(path)
 
 
-def collect():
-    """The runs below out/start."""
-    runs = []
-    for file in sorted(OUT.glob("*.jsonl")):
-        runs += map(json.loads, file.read_text(encoding="utf-8").splitlines())
-    return runs
+def collect(runs):
+    """These runs, and those below out/start, of which each takes the place of an older one."""
+    files = sorted(OUT.glob("*.jsonl"))
+    if not files:
+        raise SystemExit(f"there are no runs below {OUT}: python -m lab.start trains them")
+    new = [json.loads(line) for file in files
+           for line in file.read_text(encoding="utf-8").splitlines()]
+    found = {}
+    for run in runs + new:
+        cell = tuple(run[field.name] for field in fields(Cell))
+        found[cell, run["std"], run["lr"], run["seed"]] = run
+    return list(found.values())
 
 
 def main(argv=None):
@@ -178,7 +184,7 @@ def main(argv=None):
     file = RESULTS / "start.json"
     about, runs = stats.read_json(file) if file.exists() else ({}, [])
     if verb == "collect":
-        runs = collect()
+        runs = collect(runs)
     data = Data(runs)
     if verb == "stream":
         about["stream"] = measure_stream(data)

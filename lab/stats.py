@@ -84,14 +84,6 @@ def difference(a, b, level=0.95):
     return mean, float(high - low) / 2
 
 
-def bootstrap(values):
-    """(mean, low, high): the 2.5 and the 97.5 percentile of the means of 10,000 resamples."""
-    values = np.asarray(values, dtype=float)
-    chosen = np.random.default_rng(0).integers(len(values), size=(10_000, len(values)))
-    low, high = np.percentile(values[chosen].mean(1), [2.5, 97.5])
-    return float(values.mean()), float(low), float(high)
-
-
 def plus_minus(mean, half, digits=3):
     """Like "0.123 ± 0.004", or "0.123" where half is nan."""
     text = f"{mean:.{digits}f}"

@@ -1,5 +1,6 @@
 """lab/matches.py: its matches by brute force, and that its table adds up."""
 import numpy as np
+import pytest
 import torch
 
 from lab import matches
@@ -37,6 +38,13 @@ def test_each_byte_has_a_class_and_all_shares_sum_to_1():
     assert [line["bytes, %"] for line in table] == ["50.0", "50.0"]
     assert [line["of the lead, %"].split()[0] for line in table] == ["67", "33"]
     assert table[0]["diff_v2 − softmax on such a byte"].startswith("-0.5000")
+
+
+def test_a_folder_without_runs_changes_nothing(tmp_path):
+    before = (matches.RESULTS / "matches.json").read_bytes()
+    with pytest.raises(SystemExit, match="there is no"):
+        matches.main([str(tmp_path)])
+    assert (matches.RESULTS / "matches.json").read_bytes() == before
 
 
 def test_losses_of_bytes_have_the_mean_of_the_model():

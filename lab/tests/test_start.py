@@ -110,6 +110,16 @@ def test_on_a_cpu_larger_models_are_trained_one_by_one(monkeypatch):
     assert len(made) == 4 + 3  # four rates, and three seeds at the best of them
 
 
+def test_new_runs_join_the_published_ones(tiny):
+    old = vars(Cell("diff", "own")) | dict(std=1.0, lr=1e-3, seed=1, val_loss=2.0)
+    with pytest.raises(SystemExit, match="there are no runs below"):
+        start_page.collect([old])
+    new = [old | dict(val_loss=1.9), old | dict(seed=2)]
+    text = "".join(json.dumps(run) + "\n" for run in new)
+    (start.OUT / "a.jsonl").write_text(text, encoding="utf-8")
+    assert start_page.collect([old, old | dict(seed=3)]) == [new[0], old | dict(seed=3), new[1]]
+
+
 def test_a_diverged_run_is_inf(tiny):
     runs = Runs(Cell("softmax", "tied"), "cpu", at_once=2)
     runs.make([(None, 1e30, 1), (None, 1e-3, 1)])
