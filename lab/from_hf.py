@@ -71,7 +71,7 @@ def open_both(folder, **gguf_file):
     model, found = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
     wrong = found["missing_keys"] | found["unexpected_keys"]
     if wrong:  # transformers only warns, and draws what is missing
-        raise ValueError(f"it lacks these weights, or has them too many: {sorted(wrong)}")
+        raise ValueError(f"missing or unexpected weights: {sorted(wrong)}")
     return model, transformers.AutoTokenizer.from_pretrained(folder, **gguf_file)
 
 
