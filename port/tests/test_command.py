@@ -59,6 +59,31 @@ def test_a_missing_file_and_no_file(capsys):
     assert "The exit code is 0 for SAME and CHOICE" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["myport.py", "--help"],
+                                   ["myport.py", "n_head=8", "-h"], ["--help", "--depth=2"]])
+def test_help_may_stand_anywhere(words, capsys):
+    assert main(words) == 0
+    output = capsys.readouterr()
+    assert output.out.startswith("What is wrong with my port") and output.err == ""
+
+
+@pytest.mark.parametrize("words, flag", [
+    (["--depth=2"], "--depth=2"), (["--depth", "2"], "--depth"), (["n_head=8", "-v"], "-v"),
+])
+def test_a_flag_is_refused_with_a_sentence(words, flag, capsys):
+    assert run(RIGHT, *words) == 2
+    assert main([*words, "myport.py"]) == 2  # before the file, too
+    output = capsys.readouterr()
+    sentence = f"no verdict: {flag}: port takes no flags. Write depth=3, as in Python\n"
+    assert output.out == "" and output.err == 2 * sentence
+
+
+def test_a_depth_that_is_not_said_is_asked_for(capsys):
+    assert run(HERE + "layer, n_head = right.Right(), 8") == 2
+    output = capsys.readouterr()
+    assert output.out == "" and "no verdict: is depth = 3 meant?" in output.err
+
+
 def python(code):
     top = Path(__file__).parents[2]
     return subprocess.run([sys.executable, "-c", code], cwd=top, capture_output=True, text=True)
