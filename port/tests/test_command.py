@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from port import stand_ins
 from port.__main__ import main
+from port.tests import right_layers as right
 
 HERE = "from port.tests import right_layers as right, wrong_layers as wrong\n"
 RIGHT = HERE + "layer, n_head, depth = right.Right(), 8, 3\n"
@@ -150,6 +152,35 @@ def test_stand_ins_and_relative_imports(capsys):
     output = capsys.readouterr()
     assert "apex can't be imported here, a stand-in is in its place" in output.err
     assert "causal=True, a stand-in for flash_attn, a stand-in for apex" in output.out
+
+
+@pytest.mark.parametrize("flag, rotate", [
+    ({}, right.rotate_halves), (dict(interleaved=False), right.rotate_halves),
+    (dict(interleaved=True), right.rotate_neighbours),
+])
+def test_the_stand_in_for_flash_attns_rotary_turns_as_it_does(flag, rotate):
+    x = torch.randn(2, 5, 3, 8)
+    cos, sin = right.tables(5, 8)
+    expected = rotate(x, cos[:, None], sin[:, None])
+    torch.testing.assert_close(stand_ins.apply_rotary_emb(x, cos, sin, **flag), expected)
+    cos, sin = right.tables(5, 4)  # of 8 channels the first 4 turn
+    expected = torch.cat((rotate(x[..., :4], cos[:, None], sin[:, None]), x[..., 4:]), dim=-1)
+    torch.testing.assert_close(stand_ins.apply_rotary_emb(x, cos, sin, **flag), expected)
+
+
+@pytest.mark.parametrize("flag, code, words", [
+    ("interleaved=True", 0, "SAME\n"), ("", 0, "SAME     rotary by halves"),
+])
+def test_a_port_that_calls_flash_attns_rotary_is_read_by_its_flag(flag, code, words, capsys):
+    text = ("import torch\nfrom flash_attn.layers.rotary import apply_rotary_emb\n"
+            "class L(right.Right):\n"
+            "    def turn(self, x):\n"
+            "        cos, sin = right.tables(x.shape[2], 8)\n"
+            f"        x = apply_rotary_emb(x.transpose(1, 2), cos, sin, {flag})\n"
+            "        return x.transpose(1, 2)\n"
+            "layer, n_head, depth = L(), 8, 3")
+    assert run(HERE + text) == code
+    assert words in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("line, words", [
