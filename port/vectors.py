@@ -24,7 +24,7 @@ from port import paper, wrong
 FILE = Path(__file__).parent / "vectors.npz"
 B, T, C = 2, 4, 16
 PREFIX = 2  # tokens
-# numbers are rounded to whole multiples of 1 / STEPS: what is finer is noise, and makes a file large
+# numbers are rounded to multiples of 1 / STEPS: what is finer is noise, and makes the file larger
 STEPS = 2**42
 CASES = {  # <arm>_<depth>
     "diff_0": dict(attn="diff", n_head=4, depth=0),
