@@ -23,7 +23,7 @@ def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
 
 
 def apply_rotary_emb(x, cos, sin, interleaved=False, **others):
-    """x (B, T, H, d) whose first r channels are turned by tables (T, r/2), as in flash-attn.
+    """x (B, T, H, d) whose first r channels are turned by tables (T, r/2), as flash-attn does.
 
     interleaved: channels 2i and 2i + 1 turn together. Else i and i + r/2 do, which is its default.
     """

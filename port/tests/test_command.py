@@ -103,6 +103,11 @@ def test_without_torch_it_helps_too(argument, code, words):
     assert words in result.stdout + result.stderr and "Traceback" not in result.stderr
 
 
+def test_the_sentences_on_failures_do_not_import_torch():
+    result = python("import sys; sys.modules['torch'] = None; import port.problems")
+    assert result.returncode == 0, result.stderr
+
+
 def test_port_alone_does_not_import_torch():
     result = python("import sys, port; assert 'torch' not in sys.modules; "
                     "from port import diagnose, Verdict; assert 'torch' in sys.modules")
@@ -192,8 +197,8 @@ def test_a_port_that_calls_flash_attns_rotary_is_read_by_its_flag(flag, code, wo
     ("from flash_attn import varlen; n = torch.arange(varlen(3))",
      "no verdict: do without flash_attn, which needs a GPU: its stand-in was called"),
     ("f = no_such_package.f; L.forward = lambda self, x: f(x); layer = L()",
-     "install no_such_package: its stand-in was called. the layer does not run: TypeError: it gives "
-     "a unittest.mock.MagicMock, and no tensor"),
+     "install no_such_package: its stand-in was called. the layer does not run: TypeError: it "
+     "gives a unittest.mock.MagicMock, and no tensor"),
 ])
 def test_what_a_stand_in_has_to_do_with_a_failure_is_said(line, words, capsys):
     text = HERE + "import torch, no_such_package\nclass L(right.Right): pass\n"

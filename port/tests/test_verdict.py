@@ -5,9 +5,10 @@ import re
 import pytest
 import torch
 
-from port import diagnose, search
+from port import diagnose, given, search
 from port.tests import right_layers as right
 from port.tests import wrong_layers as wrong
+from port.theirs import Port, Reading
 
 torch.set_num_threads(1)  # for tensors as small as these, more are slower
 
@@ -418,6 +419,22 @@ def test_it_asks_only_what_may_be_wrong():
 def test_what_was_not_found_is_said():
     assert "Not found: lambda_q1, lambda_k1" in text_of(diagnose(wrong.LambdaOfAScalar(), 8, 3))
     assert "Not found: norm, lambda_q1" in text_of(diagnose(wrong.PlainSoftmax(), 8, 3))
+
+
+def test_the_layer_runs_with_the_last_draw():
+    port = Port(right.Right(), Reading(8, 3, 1, True), None)
+    x = port.input(12, 64)
+    outputs = []
+    for seed in (1, 2, 1):
+        parts = port.draw(seed=seed)
+        assert torch.equal(parts["o"][0].float(), port.drawn["out_proj.weight"])
+        outputs.append(port.run({}, x))
+    assert torch.equal(outputs[0], outputs[2]) and not torch.equal(outputs[0], outputs[1])
+
+
+def test_only_a_fused_weight_has_orders():
+    assert given.orders("", 4) == [""]
+    assert given.orders("qk", 2) == ["qk", "qkqk", "qkqk", "qkqkqkqk"]
 
 
 def test_a_function_of_weights():
