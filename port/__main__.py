@@ -8,7 +8,7 @@ myport.py makes the layer in its smallest form, (B, T, C) to (B, T, C), and says
     from attention import MultiheadDiffAttn  # your code, in PyTorch
     layer = MultiheadDiffAttn(embed_dim=64, depth=3, num_heads=4)
     n_head = 8  # maps: two for each head. In version 2 it counts heads
-    depth = 3   # counted from 0
+    depth = 3   # counted from 0. If this is not said, 0 is assumed
 
 It may also say version = 2 (DIFF V2), causal = False (an encoder), and which weight is what, if the
 guess is wrong: names = {"q": "W_q.weight", "v": ["v1.weight", "v2.weight"]}. A role is q, k, v,
@@ -41,9 +41,12 @@ from port.problems import USE_VECTORS, NoVerdict, say, their_frames
 
 def main(argv):
     """Print the verdict on the layer of a file, and return the exit code."""
-    if not argv or argv[0] in ("-h", "--help"):
+    if not argv or "-h" in argv or "--help" in argv:
         print(__doc__.strip())
         return 0 if argv else 2
+    flags = [word for word in argv if word.startswith("-")]
+    if flags:
+        return no_verdict(f"{flags[0]}: port takes no flags. Write depth=3, as in Python")
     try:
         import torch
     except ImportError as problem:

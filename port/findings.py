@@ -10,13 +10,17 @@ from port.paper import lambda_init_of
 
 
 class Finding:
-    """An entry of the list, and a detail."""
+    """An entry of the list, and a detail.
 
-    def __init__(self, mistake, detail=""):
+    of_layer: the number of the other layer whose lambda_init this layer has, if there is one.
+    """
+
+    def __init__(self, mistake, detail="", of_layer=None):
         self.mistake = mistake
         self.name = mistake.name
         self.kind = mistake.verdict
         self.detail = detail
+        self.of_layer = of_layer
 
     def __str__(self):
         text = f"{self.kind:8} {self.name}: {self.mistake.sentence} {self.detail}".rstrip()
@@ -90,10 +94,10 @@ def nearness(tolerance):
     return max(1e-3, tolerance)
 
 
-def of_number(name, paper, yours, near):
-    if abs(yours - paper) <= near:
+def of_number(name, expected, yours, near):
+    if abs(yours - expected) <= near:
         return []
-    return [Finding(find(name), f"The paper's is {paper:.4g}, yours is {yours:.4g}.")]
+    return [Finding(find(name), f"The paper's is {expected:.4g}, yours is {yours:.4g}.")]
 
 
 def of_lambda(lam, near):
@@ -104,14 +108,14 @@ def of_lambda(lam, near):
 
 def of_lambda_init(yours, depth, near):
     """Another layer's number is a slip. Any other one may be a constant that is meant."""
-    paper = lambda_init_of(depth)
-    if abs(yours - paper) <= near:
+    expected = lambda_init_of(depth)
+    if abs(yours - expected) <= near:
         return []
-    detail = f"The paper's is {paper:.4f} for depth = {depth}, yours is {yours:.4f}"
+    detail = f"The paper's is {expected:.4f} for depth = {depth}, yours is {yours:.4f}"
     for other in range(-1, 13):
         if other != depth and abs(yours - lambda_init_of(other)) < near / 4:
             detail += f", that of layer {other}. Is depth right, and passed on?"
-            return [Finding(find("lambda_init", DIFFERS), detail)]
+            return [Finding(find("lambda_init", DIFFERS), detail, of_layer=other)]
     verdict = CHOICE if 0 < yours < 1 else DIFFERS
     return [Finding(find("lambda_init", verdict), detail + ".")]
 

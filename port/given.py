@@ -100,11 +100,13 @@ def in_words(value):
 
 def orders(fused, h):
     """Orders of the rows of a weight that holds several, as letters: for all heads at once, or head
-    after head. In a second version there are two queries for each key."""
+    after head. In a second version there are two queries for each key. No such weight has [""]."""
+    if not fused:
+        return [""]
     known = {
         "qkv": ["qkv", "qqkv", "qqqqkv", "qkqkvv", "qqkkv"],
         "qk": ["qk", "qkqk"],
         "kv": ["kv", "kkv"],
     }
     some = known.get(fused, [fused])
-    return some + [order * h for order in some if fused]
+    return some + [order * h for order in some]

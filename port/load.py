@@ -48,8 +48,9 @@ def refuse_what_is_never_used(lines, world, known):
             assigned |= {target.id for target in node.targets if isinstance(target, ast.Name)}
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             used.add(node.id)
-    for name in sorted(assigned - used):
-        raise NoVerdict(f"{name} is assigned and never used. You may say {', '.join(known)}")
+    unused = sorted(assigned - used)
+    if unused:
+        raise NoVerdict(f"{unused[0]} is assigned and never used. You may say {', '.join(known)}")
 
 
 def import_with_stand_ins(path):

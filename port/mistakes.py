@@ -214,7 +214,7 @@ BY_CODE = [
             needs_order=True),
 ]
 
-# what the layer is told beside the verdict
+# what is said of a layer beside the verdict
 NOTES = [
     Mistake("start from zeros", NOTE, text="These weights are 0 in the layer as it was given, and "
             "their gradient is a product of zeros. If training starts so, they stay 0."),

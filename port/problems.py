@@ -1,5 +1,4 @@
 """What went wrong where there is no verdict, in a sentence for the user."""
-import inspect
 import math
 import sysconfig
 import traceback
@@ -14,27 +13,6 @@ LIBRARY = sysconfig.get_path("stdlib")
 
 class NoVerdict(ValueError):
     """A sentence that helps, where a layer can't be judged."""
-
-
-def refuse_what_is_no_layer(layer):
-    import torch  # here, so that this file can be read without it
-
-    if layer is None or inspect.isclass(layer):
-        raise NoVerdict("there is no layer: add layer = YourAttention(...) with its sizes")
-    if isinstance(layer, torch.nn.Module):
-        return
-    packages = [kind.__module__.split(".")[0] for kind in type(layer).__mro__]
-    foreign = [name for name in packages if name in NOT_TORCH]
-    if foreign:
-        raise NoVerdict(f"the layer is made with {foreign[0]}. {USE_VECTORS}")
-    if not callable(layer):
-        raise NoVerdict("layer is neither a torch.nn.Module nor a function layer(x, w)")
-    arguments = inspect.signature(layer).parameters.values()
-    places = [a for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
-    takes_any = any(a.kind is a.VAR_POSITIONAL for a in arguments)
-    if len(places) < 2 and not takes_any:
-        raise NoVerdict(f"layer is a {type(layer).__name__}, and no torch.nn.Module. A function of "
-                        f"tensors takes two arguments, layer(x, w). {USE_VECTORS}")
 
 
 def say(problem):

@@ -69,7 +69,7 @@ def in_short(names):
 
 
 def is_obvious(name, role):
-    """Whether a reader of the name would say the same."""
+    """Whether the name alone shows the role, so the guess need not be reported."""
     parts = name.lower().removesuffix(".weight").split(".")
     parts += [re.sub("^(w|to)_?", "", part) for part in parts]
     pattern = OBVIOUS.get(role, re.escape(role))

@@ -18,9 +18,13 @@ from port.mistakes import BY_CODE, CHOICE, DIFFERS, SAME
 
 SECONDS = 18  # of one core, for a search
 MOST = 5  # mistakes at once that are called DIFFERS
-COST = {DIFFERS: 100, CHOICE: 10, SAME: 1}  # of as many mistakes, the smallest sum comes first
-FLAT = 1e-4  # as near they are where maps are flat: rounding and eps show more in A_1 - lambda A_2
-THETAS = (1e4, 100.0, 1e6)  # where the search for theta begins
+# combinations with as many mistakes that are called DIFFERS are tried in the order of this sum
+COST = {DIFFERS: 100, CHOICE: 10, SAME: 1}
+# while all maps are flat, outputs nearer than this count as equal. It is more than elsewhere, since
+# A_1 - lambda A_2 is small there, so that rounding and the eps of the norm show more
+FLAT = 1e-4
+THETAS = (1e4, 100.0, 1e6)  # theta is fitted from each of these: a fit from one may miss it
+# with these in place of the step turn no theta is fitted: nothing turns, or both maps as one vector
 WITHOUT_THETA = (wrong.no_turn, wrong.turn_both_maps, wrong.turn_both_maps_by_halves)
 NOT_OF_SOFTMAX = ("values", "subtract", "norm", "rms", "gain", "output")  # steps
 
@@ -32,11 +36,12 @@ class TooLong(Exception):
 class Clock:
     """Counts combinations, says after five seconds that it is still looking, and ends a search.
 
-    The first search may be followed by shorter ones, in other readings of the layer.
+    One clock serves all searches for a layer: the first, and shorter ones in other readings of it.
     """
 
     def __init__(self):
         self.tries = 0
+        self.ends = math.inf  # no search runs yet
         self.began = time.monotonic()
         self.has_spoken = False
 
@@ -49,14 +54,6 @@ class Clock:
                   file=sys.stderr)
         if time.process_time() > self.ends:
             raise TooLong
-
-    def within(self, seconds, search):
-        """What a function finds in so many seconds of one core, or None."""
-        self.ends = time.process_time() + seconds
-        try:
-            return search()
-        except TooLong:
-            return None
 
 
 class Found:
@@ -92,6 +89,9 @@ class Search:
         self.clock = clock
         self.seconds = seconds
         self.most = most
+        self.was_cut_off = False  # its time was up before all combinations were tried
+        self.seconds_spent = 0.0  # of one core
+        self.combinations = 0  # that were tried
         self.flat_errors = [math.inf]
         self.sharp_errors = [math.inf]
         self.fitting = []  # [(mistakes, tries), ...] with which it is right while maps are flat
@@ -108,10 +108,23 @@ class Search:
         """Found, or None."""
         if not self.tries:
             return None
-        found = self.clock.within(0.6 * self.seconds, self.search)
+        found = self.within(0.6 * self.seconds, self.search)
         if not found and self.seen.uses_order:
-            found = self.clock.within(0.4 * self.seconds, self.search_with_another_rotary)
+            found = self.within(0.4 * self.seconds, self.search_with_another_rotary)
         return found
+
+    def within(self, seconds, search):
+        """What a function finds in so many seconds of one core, or None."""
+        began, tries_before = time.process_time(), self.clock.tries
+        self.clock.ends = began + seconds
+        try:
+            return search()
+        except TooLong:
+            self.was_cut_off = True
+            return None
+        finally:
+            self.seconds_spent += time.process_time() - began
+            self.combinations += self.clock.tries - tries_before  # not those of other searches
 
     def search(self):
         for mistakes in cheapest_first(self.possible(is_sharp=False), self.most):
@@ -194,13 +207,17 @@ class Search:
         return found
 
     def where_it_failed(self):
+        """What was tried without success, and where the port and our layer part."""
+        tried = f"Nothing on the list explains it, in {self.combinations} combinations."
+        if self.was_cut_off:  # then we can't say that it is nothing on the list
+            tried = (f"No cause was found in {self.seconds_spent:.0f} seconds, after "
+                     f"{self.combinations} combinations. A longer search may find one.")
         where = "where q and k are split, turned, compared or subtracted"
         apart = min(self.sharp_errors)
         if min(self.flat_errors) > max(FLAT, self.seen.tolerance):
             where = "already where W_q = 0 makes all maps flat"
             apart = min(self.flat_errors)
-        return (f"Nothing on the list explains it, in {self.clock.tries} combinations. They part "
-                f"{where}, by {apart:.2g} of the largest output.")
+        return f"{tried} They part {where}, by {apart:.2g} of the largest output."
 
 
 def changed(steps, mistakes):

@@ -22,8 +22,19 @@ def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
     return y.transpose(1, 2)
 
 
-def apply_rotary_emb(q, cos, sin, **others):
-    return rotate(q, (cos[:, None], sin[:, None]))
+def apply_rotary_emb(x, cos, sin, interleaved=False, **others):
+    """x (B, T, H, d) whose first r channels are turned by tables (T, r/2), as flash-attn does.
+
+    interleaved: channels 2i and 2i + 1 turn together. Else i and i + r/2 do, which is its default.
+    """
+    rope = cos[:, None], sin[:, None]
+    turned, rest = x.tensor_split([2 * cos.shape[-1]], dim=-1)
+    if interleaved:
+        turned = rotate(turned, rope)
+    else:  # put the channels that turn together side by side, and back again
+        turned = rotate(turned.unflatten(-1, (2, -1)).mT.flatten(-2), rope)
+        turned = turned.unflatten(-1, (-1, 2)).mT.flatten(-2)
+    return torch.cat((turned, rest), dim=-1)
 
 
 # what most ports import of flash-attn and apex does work

@@ -1,4 +1,5 @@
 """Somebody's layer: its weights, how it is called, and its output for weights of ours."""
+import inspect
 import itertools
 import math
 import re
@@ -11,7 +12,7 @@ import torch
 from model import ATTENTION, GPTConfig
 from port import given
 from port.paper import lambda_init_of
-from port.problems import USE_VECTORS, NoVerdict, how_far, refuse_what_is_no_layer, say
+from port.problems import NOT_TORCH, USE_VECTORS, NoVerdict, how_far, say
 from port.roles import ROLES, VECTORS, role_of, stacked_vectors
 
 # what these weights are in a first draw, the same in all heads, so that 0 < lambda < 1. In another
@@ -104,7 +105,11 @@ class Port:
         return [role for role in ["q", "k", "v", "o", *expected] if role not in found]
 
     def draw(self, order="", seed=1, flat=False, without=(), lambdas=None, quiet=False):
-        """Draw weights, and return {role: [part, ...]} of them, in float64.
+        """Draw weights into the layer, and return {role: [part, ...]} of them, in float64.
+
+        run uses the weights of the last draw, so call it before the next one. Where the parts are
+        used, call read_shapes and set transposed first: these say which part is what, and how it
+        lies.
 
         order: of the rows of a fused weight. Without it nothing of this weight is made larger, and
         it is one part. flat: W_q = 0, so that all maps are flat.
@@ -208,6 +213,26 @@ def rows_of(part, letter):
     if part.ndim > 3:  # as (h, 2, d, C)
         return part.flatten(0, -2)
     return part
+
+
+def refuse_what_is_no_layer(layer):
+    """NoVerdict, with advice, for what is neither a module nor a function of tensors."""
+    if layer is None or inspect.isclass(layer):
+        raise NoVerdict("there is no layer: add layer = YourAttention(...) with its sizes")
+    if isinstance(layer, torch.nn.Module):
+        return
+    packages = [kind.__module__.split(".")[0] for kind in type(layer).__mro__]
+    foreign = [name for name in packages if name in NOT_TORCH]
+    if foreign:
+        raise NoVerdict(f"the layer is made with {foreign[0]}. {USE_VECTORS}")
+    if not callable(layer):
+        raise NoVerdict("layer is neither a torch.nn.Module nor a function layer(x, w)")
+    arguments = inspect.signature(layer).parameters.values()
+    places = [a for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
+    takes_any = any(a.kind is a.VAR_POSITIONAL for a in arguments)
+    if len(places) < 2 and not takes_any:
+        raise NoVerdict(f"layer is a {type(layer).__name__}, and no torch.nn.Module. A function of "
+                        f"tensors takes two arguments, layer(x, w). {USE_VECTORS}")
 
 
 def check(said):

@@ -24,7 +24,8 @@ from port import paper, wrong
 FILE = Path(__file__).parent / "vectors.npz"
 B, T, C = 2, 4, 16
 PREFIX = 2  # tokens
-STEPS = 2**42  # in 1: what is finer is rounding, and would make the file larger
+# numbers are rounded to multiples of 1 / STEPS: what is finer is noise, and makes the file larger
+STEPS = 2**42
 CASES = {  # <arm>_<depth>
     "diff_0": dict(attn="diff", n_head=4, depth=0),
     "diff_3": dict(attn="diff", n_head=4, depth=3),
@@ -34,7 +35,8 @@ CASES = {  # <arm>_<depth>
     "diff_linear_3": dict(attn="diff_linear", n_head=4, depth=3),
     "softmax_average_0": dict(attn="softmax_average", n_head=4, depth=0),
 }
-# outputs of diff_3 with one mistake each: who has such an output has this mistake
+# outputs of diff_3 with one mistake each: who has such an output has this mistake. maps in blocks
+# and rotary by halves are none, but another order of the weights
 WRONG_STEPS = {
     "mask off by one": dict(maps=wrong.mask_off_by_one),
     "maps in blocks": dict(split=wrong.maps_in_blocks),

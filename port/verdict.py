@@ -9,7 +9,12 @@ from port.theirs import Port, Reading
 
 
 class Verdict:
-    """kind (the worst), sees_future, explained, lines; names: broken, differs, choices, same."""
+    """The result.
+
+    kind: the worst finding. explained: whether our layer was made equal.
+    broken, differs, choices, same: names of findings. sees_future: whether one of them is that.
+    lines: what is printed.
+    """
 
     def __init__(self, found, explained, notes):
         self.explained = explained
@@ -37,7 +42,8 @@ def diagnose(layer=None, n_head=8, depth=None, version=1, causal=True, names=Non
 
     layer: a torch module, or a function layer(x, w) of weights with Microsoft's names.
     n_head: how many maps, two for each head. In version 2 it counts heads.
-    depth: the number of the layer, counted from 0. If None, 0 is assumed, and that is said.
+    depth: the number of the layer, counted from 0. If None, 0 is assumed, and that is said. There
+    is no verdict if lambda_init is another layer's, and nothing else is wrong.
     names: {role: the name of a weight, or a list of names}, where the guess is wrong.
     Raises ValueError with a sentence that helps, where no verdict is possible.
     """
@@ -60,6 +66,8 @@ def diagnose(layer=None, n_head=8, depth=None, version=1, causal=True, names=Non
                 raise
             note = f"It is not compared with the paper's layer: {reason}"
     found = findings.join(found, causes or []) + notes_on(port, seen)
+    if not is_told:
+        refuse_an_assumed_depth(found)
     notes = [how_it_was_read(port, is_told)]
     called = how_it_was_called(way)
     if called:
@@ -85,7 +93,8 @@ def explain(port, seen):
     if not found:
         found = search.run()
     if found:
-        return *what_explains(port, seen, found), found.draw.way
+        causes, note = what_explains(port, seen, found)
+        return causes, note, found.draw.way
     if has_no_past:
         return None, "Mend that first, and run again: the rest can't be compared so.", seen.ways[0]
     if not {"lambda_q1", "lambdas", "gate"} & set(port.roles.values()):  # no weight tells n_head
@@ -97,6 +106,15 @@ def explain(port, seen):
     else:
         doubt = "No weight is a lambda: is it differential attention?"
     return None, f"{search.where_it_failed()} {doubt}".strip(), seen.ways[0]
+
+
+def refuse_an_assumed_depth(found):
+    """NoVerdict if the layer is only wrong in that it was taken for the first one."""
+    wrong = [finding for finding in found if finding.kind in (BROKEN, DIFFERS)]
+    if len(wrong) == 1 and wrong[0].of_layer is not None and wrong[0].of_layer > 0:
+        other = wrong[0].of_layer
+        raise NoVerdict(f"is depth = {other} meant? It was not said, and lambda_init is that of "
+                        f"layer {other}")
 
 
 def doubts(port, seen):

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from port import stand_ins
 from port.__main__ import main
+from port.tests import right_layers as right
 
 HERE = "from port.tests import right_layers as right, wrong_layers as wrong\n"
 RIGHT = HERE + "layer, n_head, depth = right.Right(), 8, 3\n"
@@ -59,6 +61,31 @@ def test_a_missing_file_and_no_file(capsys):
     assert "The exit code is 0 for SAME and CHOICE" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["myport.py", "--help"],
+                                   ["myport.py", "n_head=8", "-h"], ["--help", "--depth=2"]])
+def test_help_may_stand_anywhere(words, capsys):
+    assert main(words) == 0
+    output = capsys.readouterr()
+    assert output.out.startswith("What is wrong with my port") and output.err == ""
+
+
+@pytest.mark.parametrize("words, flag", [
+    (["--depth=2"], "--depth=2"), (["--depth", "2"], "--depth"), (["n_head=8", "-v"], "-v"),
+])
+def test_a_flag_is_refused_with_a_sentence(words, flag, capsys):
+    assert run(RIGHT, *words) == 2
+    assert main([*words, "myport.py"]) == 2  # before the file, too
+    output = capsys.readouterr()
+    sentence = f"no verdict: {flag}: port takes no flags. Write depth=3, as in Python\n"
+    assert output.out == "" and output.err == 2 * sentence
+
+
+def test_a_depth_that_is_not_said_is_asked_for(capsys):
+    assert run(HERE + "layer, n_head = right.Right(), 8") == 2
+    output = capsys.readouterr()
+    assert output.out == "" and "no verdict: is depth = 3 meant?" in output.err
+
+
 def python(code):
     top = Path(__file__).parents[2]
     return subprocess.run([sys.executable, "-c", code], cwd=top, capture_output=True, text=True)
@@ -74,6 +101,11 @@ def test_without_torch_it_helps_too(argument, code, words):
                     f"sys.exit(main(['{argument}']))")
     assert result.returncode == code
     assert words in result.stdout + result.stderr and "Traceback" not in result.stderr
+
+
+def test_the_sentences_on_failures_do_not_import_torch():
+    result = python("import sys; sys.modules['torch'] = None; import port.problems")
+    assert result.returncode == 0, result.stderr
 
 
 def test_port_alone_does_not_import_torch():
@@ -127,6 +159,35 @@ def test_stand_ins_and_relative_imports(capsys):
     assert "causal=True, a stand-in for flash_attn, a stand-in for apex" in output.out
 
 
+@pytest.mark.parametrize("flag, rotate", [
+    ({}, right.rotate_halves), (dict(interleaved=False), right.rotate_halves),
+    (dict(interleaved=True), right.rotate_neighbours),
+])
+def test_the_stand_in_for_flash_attns_rotary_turns_as_it_does(flag, rotate):
+    x = torch.randn(2, 5, 3, 8)
+    cos, sin = right.tables(5, 8)
+    expected = rotate(x, cos[:, None], sin[:, None])
+    torch.testing.assert_close(stand_ins.apply_rotary_emb(x, cos, sin, **flag), expected)
+    cos, sin = right.tables(5, 4)  # of 8 channels the first 4 turn
+    expected = torch.cat((rotate(x[..., :4], cos[:, None], sin[:, None]), x[..., 4:]), dim=-1)
+    torch.testing.assert_close(stand_ins.apply_rotary_emb(x, cos, sin, **flag), expected)
+
+
+@pytest.mark.parametrize("flag, code, words", [
+    ("interleaved=True", 0, "SAME\n"), ("", 0, "SAME     rotary by halves"),
+])
+def test_a_port_that_calls_flash_attns_rotary_is_read_by_its_flag(flag, code, words, capsys):
+    text = ("import torch\nfrom flash_attn.layers.rotary import apply_rotary_emb\n"
+            "class L(right.Right):\n"
+            "    def turn(self, x):\n"
+            "        cos, sin = right.tables(x.shape[2], 8)\n"
+            f"        x = apply_rotary_emb(x.transpose(1, 2), cos, sin, {flag})\n"
+            "        return x.transpose(1, 2)\n"
+            "layer, n_head, depth = L(), 8, 3")
+    assert run(HERE + text) == code
+    assert words in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("line, words", [
     ("n = torch.arange(no_such_package.size())",
      "no verdict: install no_such_package: its stand-in was called. TypeError: arange()"),
@@ -136,8 +197,8 @@ def test_stand_ins_and_relative_imports(capsys):
     ("from flash_attn import varlen; n = torch.arange(varlen(3))",
      "no verdict: do without flash_attn, which needs a GPU: its stand-in was called"),
     ("f = no_such_package.f; L.forward = lambda self, x: f(x); layer = L()",
-     "install no_such_package: its stand-in was called. the layer does not run: TypeError: it gives "
-     "a unittest.mock.MagicMock, and no tensor"),
+     "install no_such_package: its stand-in was called. the layer does not run: TypeError: it "
+     "gives a unittest.mock.MagicMock, and no tensor"),
 ])
 def test_what_a_stand_in_has_to_do_with_a_failure_is_said(line, words, capsys):
     text = HERE + "import torch, no_such_package\nclass L(right.Right): pass\n"

@@ -22,6 +22,18 @@ def test_the_page_of_mistakes_is_written_from_the_list():
     assert text_of("mistakes.md") == pages.mistakes_page()  # else run python -m port.pages
 
 
+def test_headings_on_the_page_of_mistakes_differ_and_say_version_2():
+    headings = re.findall("^### (.*)", pages.mistakes_page(), re.MULTILINE)
+    assert len(set(headings)) == len(headings)
+    assert [name for name in headings if "2" in name] == ["lam, in version 2", "norm, in version 2"]
+
+
+def test_the_page_of_mistakes_explains_the_names_in_its_code():
+    for name in ("x", "y", "m", "n", "times", "w", "step"):
+        assert re.search(rf"\b{name} (is|holds|what)\b", pages.HEAD), name
+    assert "A mistake that leaks is listed as DIFFERS" in pages.HEAD
+
+
 def test_the_page_of_ports_and_the_readme_have_the_numbers_of_the_survey():
     page = text_of("ports.md")
     assert page == survey.fill(page)  # else run python -m port.pages

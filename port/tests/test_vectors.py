@@ -7,6 +7,7 @@ import pytest
 
 import equations
 from port import vectors
+from port.mistakes import MISTAKES, SAME, find
 
 HERE = Path(__file__).parents[1]
 FILE = np.load(vectors.FILE)
@@ -40,6 +41,61 @@ def test_lambda_vectors_are_unequal_and_no_norm_weight_is_constant():
             found = [tuple(FILE[f"{case}/lambda_{name}"]) for name in ("q1", "k1", "q2", "k2")]
             assert len(set(found)) == 4
             assert FILE[f"{case}/subln.weight"].std() > 0.1
+
+
+def table_under(head):
+    """The rows of the page's table with this head, each a list of its cells."""
+    lines = PAGE[PAGE.index(f"| {head} |"):].split("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def sizes_of_cases():
+    """{case: {letter: size}} of the page, by which its shapes are read."""
+    sizes = {}
+    for cases, *numbers, _ in table_under("arm and depth"):
+        for case in re.findall("`(.*?)`", cases):
+            sizes[case] = dict(zip(("H", "h", "d", "d_v"), map(int, numbers)), B=2, T=4, C=16)
+    sizes["by_eye_0"] |= dict(B=1, T=2, C=2)
+    return sizes
+
+
+def shape_in(text, sizes):
+    """(2, 4, 16) for "(B, T, C)"."""
+    words = re.findall(r"\w+", text)
+    return tuple(int(word) if word.isdigit() else sizes[word] for word in words)
+
+
+def test_the_shapes_on_the_page_are_those_in_the_file():
+    sizes = sizes_of_cases()
+    shapes = {}
+    for names, shape, _ in table_under("name"):
+        shapes |= {name: shape for name in re.findall("`(.*?)`", names) if shape}
+    assert "In `diff_v2` it is (B, h, T, 1)" in PAGE
+    assert {key.split("/")[0] for key in FILE.files} == sizes.keys()
+    unseen = set(shapes)
+    for key in FILE.files:
+        case, name = key.split("/", 1)
+        name = re.sub("^wrong/.*", "wrong/<mistake>", name)
+        if name not in shapes:  # a weight, or its gradient
+            assert name.endswith(".weight") or re.match("(grad_)?lambda_", name), key
+            weight = key.replace("/grad_", "/")
+            assert FILE[key].shape == FILE[weight].shape
+            continue
+        shape = "(B, h, T, 1)" if key == "diff_v2_0/lambda" else shapes[name]
+        assert FILE[key].shape == shape_in(shape, sizes[case]), key
+        unseen.discard(name)
+    assert not unseen
+
+
+def test_the_page_names_the_outputs_with_mistakes():
+    names = [key.split("/wrong/")[1] for key in FILE.files if "/wrong/" in key]
+    paragraph = PAGE[PAGE.index("The mistakes are"):].split("\n\n")[0]
+    mistakes, orders = paragraph.split("Two more")
+    assert sorted(re.findall("`(.*?)`", paragraph)) == sorted(names)
+    for name in re.findall("`(.*?)`", orders):
+        assert find(name).verdict == SAME
+    for name in re.findall("`(.*?)`", mistakes):
+        assert all(m.verdict != SAME for m in MISTAKES if m.name == name)
 
 
 def layer_in_numpy(x, w):

@@ -1,10 +1,14 @@
 """Layers as people write them get the right verdict, all its causes, or a sentence that helps."""
+import math
+import re
+
 import pytest
 import torch
 
-from port import diagnose
+from port import diagnose, given, search
 from port.tests import right_layers as right
 from port.tests import wrong_layers as wrong
+from port.theirs import Port, Reading
 
 torch.set_num_threads(1)  # for tensors as small as these, more are slower
 
@@ -41,6 +45,10 @@ WRONG = [
     (wrong.PlusForMinus, "DIFFERS", "lambda negative"),
     (wrong.PlainSoftmax, "DIFFERS", "plain softmax, no rotary"),
 ]
+
+
+class FirstLayer(right.Right):
+    lambda_init = 0.2
 
 
 def names(verdict):
@@ -237,6 +245,36 @@ def test_what_is_not_on_the_list_has_no_cause():
     assert str(verdict).startswith("DIFFERS, not explained\n")
 
 
+def test_a_search_that_is_cut_off_by_its_clock_does_not_say_that_nothing_explains_it(monkeypatch):
+    class Unknown(right.Right):
+        def subtract(self, A, v):
+            return super().subtract(A, v).abs()
+
+    monkeypatch.setattr("port.verdict.SECONDS", 0.05)
+    text = text_of(diagnose(Unknown(), 8, 3))
+    assert re.search(r"No cause was found in 0 seconds, after \d+ combinations\. A longer search "
+                     r"may find one\. They part", text)
+    assert "Nothing on the list" not in text
+
+
+def test_the_combinations_of_other_readings_are_not_counted(monkeypatch):
+    """A lambda that is a number leaves n_head open, so other numbers of heads are tried, too."""
+    class Unknown(wrong.LambdaOfAScalar):
+        def subtract(self, A, v):
+            return super().subtract(A, v).abs()
+
+    clocks = []
+
+    class Kept(search.Clock):
+        def __init__(self):
+            super().__init__()
+            clocks.append(self)
+
+    monkeypatch.setattr("port.verdict.Clock", Kept)
+    text = text_of(diagnose(Unknown(), 8, 3))
+    assert 0 < int(re.search(r"(\d+) combinations", text)[1]) < clocks[0].tries
+
+
 # ---- what a user may say wrongly
 
 def test_an_encoder():
@@ -318,8 +356,28 @@ def test_only_what_is_a_guess_is_said():
 
 
 def test_a_depth_that_is_assumed_is_said():
-    assert "depth=0 (assumed)" in str(diagnose(right.Right(), 8))
-    assert "depth=0," in str(diagnose(right.Right(), 8, 0))
+    assert "depth=0 (assumed)" in str(diagnose(FirstLayer(), 8))
+    assert "depth=0," in str(diagnose(FirstLayer(), 8, 0))
+
+
+def test_a_depth_that_was_not_said_is_asked_for_where_all_else_is_right():
+    """Ours is the assumption, so a right layer of depth 3 is no mistake of its user's."""
+    for layer in (right.Right(), wrong.NoRotary()):  # what one may choose is no other mistake
+        with pytest.raises(ValueError, match="is depth = 3 meant. It was not said, and lambda_init "
+                                             "is that of layer 3"):
+            diagnose(layer, 8)
+
+
+def test_a_depth_that_was_said_or_is_not_all_that_is_wrong_has_a_verdict():
+    said = diagnose(right.Right(), 8, 0)
+    assert said.differs == ["lambda_init"] and "that of layer 3. Is depth right" in text_of(said)
+    other = diagnose(wrong.NormOverAllHeads(), 8)
+    assert {"lambda_init", "norm over all heads"} <= set(other.differs)
+
+    class BeforeTheFirst(right.Right):
+        lambda_init = 0.8 - 0.6 * math.exp(0.3)
+
+    assert diagnose(BeforeTheFirst(), 8).differs == ["lambda_init"]  # no layer has depth -1
 
 
 def test_what_forward_was_given_is_said():
@@ -361,6 +419,22 @@ def test_it_asks_only_what_may_be_wrong():
 def test_what_was_not_found_is_said():
     assert "Not found: lambda_q1, lambda_k1" in text_of(diagnose(wrong.LambdaOfAScalar(), 8, 3))
     assert "Not found: norm, lambda_q1" in text_of(diagnose(wrong.PlainSoftmax(), 8, 3))
+
+
+def test_the_layer_runs_with_the_last_draw():
+    port = Port(right.Right(), Reading(8, 3, 1, True), None)
+    x = port.input(12, 64)
+    outputs = []
+    for seed in (1, 2, 1):
+        parts = port.draw(seed=seed)
+        assert torch.equal(parts["o"][0].float(), port.drawn["out_proj.weight"])
+        outputs.append(port.run({}, x))
+    assert torch.equal(outputs[0], outputs[2]) and not torch.equal(outputs[0], outputs[1])
+
+
+def test_only_a_fused_weight_has_orders():
+    assert given.orders("", 4) == [""]
+    assert given.orders("qk", 2) == ["qk", "qkqk", "qkqk", "qkqkqkqk"]
 
 
 def test_a_function_of_weights():
