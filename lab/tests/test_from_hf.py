@@ -96,13 +96,13 @@ def test_a_damaged_folder_is_one_sentence(name, part):
 
 
 @pytest.mark.parametrize("damage, reason", [
-    (lambda: damage_config(num_hidden_layers=3), "lacks these weights"),
-    (lambda: damage_config(num_hidden_layers=1), "lacks these weights"),
+    (lambda: damage_config(num_hidden_layers=3), "missing or unexpected weights"),
+    (lambda: damage_config(num_hidden_layers=1), "missing or unexpected weights"),
     (lambda: damage_config(num_attention_heads=0), "ZeroDivisionError"),
     (lambda: damage_config(num_key_value_heads=3), "RuntimeError"),
     (lambda: damage_config(vocab_size=300), "RuntimeError"),
     (lambda: damage_config(model_type=7), "architecture is 7"),
-    (lambda: damage_weights(lambda w: w.pop("model.norm.weight")), "lacks these weights"),
+    (lambda: damage_weights(lambda w: w.pop("model.norm.weight")), "missing or unexpected weights"),
     (lambda: damage_weights(lambda w: w["model.norm.weight"].fill_(torch.nan)), "not finite"),
 ])  # fmt: skip
 def test_contradictions_are_one_sentence(damage, reason):
@@ -119,7 +119,7 @@ def test_a_tokenizer_of_another_model_is_refused():
 @pytest.mark.parametrize("changes, reason", [
     (dict(eps=1e-6), "eps of its norms is 1e-06"),
     (dict(scaling=True), "scaled"),
-    (dict(without="blk.0.ffn_up"), "lacks these weights"),
+    (dict(without="blk.0.ffn_up"), "missing or unexpected weights"),
 ])  # fmt: skip
 def test_a_gguf_file_that_model_py_cannot_be_is_refused(changes, reason):
     save_gguf(**changes)
