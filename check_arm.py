@@ -93,15 +93,16 @@ def check_training(layer, attn, x, config):
 def compare(attn, problem, y, expected):
     if not (y.isfinite().all() and expected.isfinite().all()):
         raise ModelError(f"{attn} makes numbers that are not finite")
-    if (y - expected).abs().max() > 1e-4 * expected.abs().max():
+    # in float64 our arms agree to 1e-14, and an arm that computes in float32 to about 1e-7
+    if (y - expected).abs().max() > 1e-6 * expected.abs().max():
         raise ModelError(f"{attn} {problem}")
 
 
 def reads_its_lam(layer, x, config):
     """False if a layer has a method lam, and computes its output without it."""
     lam = getattr(layer, "lam", None)
-    if not callable(lam):
-        return True
+    if not callable(lam) or isinstance(lam, torch.nn.Module):
+        return True  # a module that nothing reads has parameters that get no gradient
     calls = []
 
     def counted(x):

@@ -105,8 +105,9 @@ class Attention(nn.Module):
     make_map alone trains through the map, correctly but slowly. If the same class also has an
     attend, that one trains, and train.py compares the two before a run. project and lam serve both.
 
-    A GPT draws the first values of all weights that are named ..._proj. The parameters of diff have
-    the names and shapes of Microsoft's MultiheadDiffAttn.
+    attend alone is allowed, too: then it is compared with nothing. A GPT draws all weights named
+    ..._proj anew, also one that you set to 0: give a gate that starts at 0 another name. The
+    parameters of diff have the names and shapes of Microsoft's MultiheadDiffAttn.
     """
 
     value_width = 1  # d_v / d. 2: values are twice as wide, so there are n_head / 2 heads
@@ -152,7 +153,7 @@ class Attention(nn.Module):
             y = A @ for_each_map(v, A)
         else:
             y = self.attend(q, k, v, x, rope, {} if state is None else state)  # (B, h, T, d_v)
-        if self.subln is not None:
+        if self.subln is not None:  # the factor of Eq. 3 belongs to the norm
             y = self.subln(y.to(self.subln.weight.dtype)) * (1 - self.lambda_init)
         y = y.transpose(1, 2).flatten(2)  # the heads side by side, (B, T, C)
         return self.out_proj(y.to(self.out_proj.weight.dtype))
@@ -189,7 +190,8 @@ class Softmax(Attention):
 class SoftmaxAverage(Softmax):
     """A - lambda U, where U V is the mean of the values so far.
 
-    A control: does subtracting a flat map do as well as subtracting a learned one?
+    A control for the minus alone: compare it with softmax. Against diff it lacks more than a
+    learned second map: the norm, the factor and the wide values.
     """
 
     def __init__(self, config, depth):
@@ -407,7 +409,7 @@ def fused_attention(q, k, v, kernel):
             raise ImportError("kernel flash_attn needs the package flash-attn") from e
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, T, H, d_v)
         return flash_attn_func(q, k, v, softmax_scale=scale, causal=True).transpose(1, 2)
-    if T < T_k:  # the next tokens of a sample. Their map has few rows, so any kernel will do
+    if T < T_k:  # the next tokens of a sample, mostly one: their map is small, any kernel will do
         mask = torch.ones(T, T_k, dtype=torch.bool, device=q.device).tril(T_k - T)
         mask = mask if T > 1 else None  # the last token sees all
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
@@ -510,7 +512,7 @@ class GPTConfig:
     vocab_size: int = 50257  # of the tokenizer
     mlp_width: int | None = None  # channels in the MLP (so that all arms have equally many weights)
     rope_theta: float = 10000.0  # base of the rotary embedding's angles, 0 for no rotation
-    subln: float | None = None  # first weight of the norm of heads, 0 for none (1 in diff)
+    subln: float | None = None  # first weight of the norm of heads (1 in diff). 0: nor a factor
     kernel: Literal["sdpa", "flash_attn", "map"] = "sdpa"  # map: the equation itself, slow
 
 

@@ -5,9 +5,9 @@ $ python train.py --attn=diff                   # on a laptop, without data: som
 $ python train.py --attn=softmax,diff,linear    # one after the other, on the same tokens
 $ torchrun --standalone --nproc_per_node=8 train.py --preset=gpt2 --attn=diff
 
-Stop it with Ctrl-C or kill -9: the same command goes on from the last checkpoint, and on a CPU,
-with as many threads, it ends in the same bits. The tokens of a step follow from the data, the seed
-and the number of the step: there is no data loader with a state.
+Stop it with Ctrl-C or kill -9: the same command, without --restart, goes on from the last
+checkpoint, and on a CPU, with as many threads, it ends in the same bits. The tokens of a step
+follow from the data, the seed and the number of the step: there is no data loader with a state.
 """
 import argparse
 import hashlib
@@ -149,7 +149,10 @@ EPS = 1e-8  # AdamW's
 
 
 def decays(p):
-    """Whether a parameter decays. Matrices do, the embedding too. Norms and lambdas do not."""
+    """Whether a parameter decays: all matrices do, with the embedding and diff_v2's lambda_proj.
+
+    Norms don't, nor lambdas that are vectors or numbers.
+    """
     return p.ndim == 2 or p.squeeze().ndim > 1  # a vector may have another shape, like (h, 1, 1)
 
 
@@ -264,7 +267,7 @@ def speed(config, size, steps, step, seconds):
 def train(config, run, data, val, tokenizer):
     """Trains one model, from its checkpoint if there is one. Returns the lines of its log.
 
-    run: the dict of describe(), which becomes the first line of the log.
+    run: the dict of describe(), which becomes the first line of a new run's log.
     """
     torch.manual_seed(config.seed)  # for an arm of yours that draws its first weights itself
     model = GPT(config, config.seed).to(config.device)
@@ -345,6 +348,10 @@ def main(argv=None):
 # what may change when a run goes on: these settings don't say what the run is
 MAY_CHANGE = ("preset", "data", "out", "restart", "kernel", "batch_size", "eval_every",
               "log_every", "device", "compile", "code", "torch", "date")
+
+
+# those of them that the log notes if they do
+NOTED_IF_CHANGED = ("kernel", "batch_size", "device", "compile", "code", "torch")
 
 
 class RunError(ValueError):
@@ -434,9 +441,12 @@ def resume(run, model, optimizer):
         step, log = saved.extra["step"], saved.extra["log"]
     if RANK == 0:
         print(f"{run['attn']}: {run['parameters']:,} parameters, from step {step} -> {run['out']}")
+        changed = {name: run[name] for name in NOTED_IF_CHANGED if log[0].get(name) != run[name]}
+        is_over = step == run["steps"]
+        if changed and not is_over:
+            log[0].setdefault("went_on_with", []).append(dict(step=step) | changed)
         write_log(run["out"], log)  # which now ends where the checkpoint does
-        if log[0].get("code") != run["code"]:
-            is_over = step == run["steps"]
+        if "code" in changed:
             what = "is finished: --restart trains it anew" if is_over else "goes on"
             print(f"{run['out']} began under other code than this, and {what}")
     return step, log

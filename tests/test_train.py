@@ -379,6 +379,27 @@ def test_other_code_goes_on_and_says_so(monkeypatch, capsys):
     Path("mine.py").write_text("a = 2")
     train.main([*TOY, "--steps=4", "--attn=mine"])
     assert "under other code than this, and is finished: --restart" in capsys.readouterr().out
+    assert "went_on_with" not in log_of("out/toy/mine")[0]
+
+
+def test_what_changes_when_a_run_goes_on_is_noted(monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        send_before(patch, signal.SIGINT, train, "training_step", 7)
+        train.main(TOY)
+    train.main([*TOY, "--kernel=map", "--batch_size=2"])
+    (noted,) = log_of("out/toy/softmax")[0]["went_on_with"]
+    assert noted == dict(step=4, kernel="map", batch_size=2)
+
+
+def test_a_lam_that_is_a_module_is_no_error(monkeypatch, capsys):
+    class Module(Softmax):
+        def __init__(self, config, depth):
+            super().__init__(config, depth)
+            self.lam = torch.nn.Linear(config.n_embd, self.h)
+
+    monkeypatch.setitem(ATTENTION, "mine", Module)
+    train.main([*TOY, "--attn=mine", "--steps=1"])
+    assert "no gradient: lam.weight, lam.bias" in capsys.readouterr().out
 
 
 def test_an_edit_in_the_middle_of_a_text_is_another_run():
