@@ -23,7 +23,8 @@ from model import SoftmaxAverage, fused_attention, make_rope, next_token, phi, r
 
 torch.set_num_threads(1)  # on tensors this small, threads only wait for one another
 
-ARMS = list(ATTENTION)
+# the lab's have joined if its tests run, too
+ARMS = [name for name, arm in ATTENTION.items() if arm.__module__ == "model"]
 SOFTMAX = ["softmax", "softmax_average", "diff", "diff_v2"]
 LINEAR = ["linear", "linear_average", "diff_linear"]
 SIZES = [1, 2, 63, 64, 65, 200]  # around a chunk

@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from data import get_tokenizer
+from model import ATTENTION
 
 torch.set_num_threads(1)  # on tensors this small, threads only wait for one another
 
 TOP = Path(__file__).parent.parent  # of the repository
+
+ARMS = [name for name, arm in ATTENTION.items() if arm.__module__ == "model"]  # not the lab's
 
 # flags of train.py for a run of a second: 24 steps of 4 sequences of 32 bytes
 TOY = """--preset=toy --device=cpu --n_layer=1 --n_embd=32 --n_head=2 --block_size=32 --batch_size=4

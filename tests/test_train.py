@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import sample
 import train
 from data import get_tokenizer, load_data, load_sequences
-from helpers import TOP, TOY, log_of, need_gpt2, refusal
+from helpers import ARMS, TOP, TOY, log_of, need_gpt2, refusal
 from model import ATTENTION, GPT, Diff, DiffLinear, GPTConfig, Softmax, average_map, linear_map
 from model import rotate, running_mean, softmax_attention, softmax_map
 
@@ -166,7 +166,7 @@ def test_help_names_all_arms(capsys):
     with pytest.raises(SystemExit):
         train.parse(["--help"])
     said = capsys.readouterr().out.replace("│", " ")
-    assert ", ".join(ATTENTION) in " ".join(said.split())
+    assert ", ".join(ARMS) in " ".join(said.split())
 
 
 def test_a_run_writes_a_log_and_the_model_that_it_evaluated(story):
@@ -193,8 +193,8 @@ def test_a_run_writes_a_log_and_the_model_that_it_evaluated(story):
 
 def test_all_arms_learn_a_text(story):
     flags = ["--steps=60", "--lr=1e-2", "--warmup=10", "--eval_every=60", story]
-    losses = train.main([*TOY, *flags, f"--attn={','.join(ATTENTION)}"])
-    for attn, loss in zip(ATTENTION, losses, strict=True):
+    losses = train.main([*TOY, *flags, f"--attn={','.join(ARMS)}"])
+    for attn, loss in zip(ARMS, losses, strict=True):
         assert loss < 2, attn  # it begins at log(257) = 5.5
 
 
