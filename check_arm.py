@@ -20,30 +20,31 @@ def check_arm(config):
     of 1,024 if the arm is your own: what is longer, like a window of 2,000, it does not see.
     """
     attn = config.attn
-    by_map = replace(config, kernel="map")
-    fast = by_map if config.kernel == "map" else replace(config, kernel="sdpa")
+    # a run with --kernel=map trains the map
+    asked = config.kernel
+    config = replace(config, kernel="map" if asked == "map" else "sdpa")
     is_own = ATTENTION[attn].__module__ != "model"
     T = max(8, min(1024 if is_own else 300, config.block_size))
     torch.manual_seed(0)
     for depth in (0, config.n_layer - 1):
-        layer = ATTENTION[attn](fast, depth).double().eval()
+        layer = ATTENTION[attn](config, depth).double().eval()
         for p in layer.parameters():
             p.add_(0.05 * torch.randn_like(p))
         has_map = "make_map" in getattr(layer, "forms", ())
-        if config.kernel == "map" and not has_map:
+        if asked == "map" and not has_map:
             raise ModelError(f"{attn} has no make_map of its own, which --kernel=map needs")
         check_names(layer, attn)
         x = torch.randn(2, T, config.n_embd, dtype=torch.float64)
-        check_outputs(layer, attn, x, fast, by_map if has_map else None)
-        check_training(layer, attn, x, fast)
-    remarks = []
+        check_outputs(layer, attn, x, config, has_map)
+        check_training(layer, attn, x, config)
+    remarks = []  # on the last layer
     if not has_map:
         remarks.append(f"{attn} is compared with no equation, since it has no make_map")
     elif type(layer).forward is not Attention.forward:
         remarks.append(f"{attn} has a forward of its own: its map alone does not say what it is")
-    if not reads_its_lam(layer, x[:, :8], fast):
+    if not reads_its_lam(layer, x[:, :8], config):
         remarks.append(f"{attn} has a lam that nothing reads: it is only logged")
-    unused = parameters_without_gradient(layer, x[:, :8], fast)
+    unused = parameters_without_gradient(layer, x[:, :8], config)
     if unused:
         remarks.append(f"{attn} has parameters that get no gradient: {', '.join(unused)}")
     return remarks
@@ -56,8 +57,11 @@ def check_names(layer, attn):
             raise ModelError(f"{attn} has a module and a method {name}: rename the module")
 
 
-def check_outputs(layer, attn, x, config, by_map):
-    """by_map: the config with which the layer computes by its map, or None if it has no map."""
+def check_outputs(layer, attn, x, config, has_map):
+    """The output for a whole text, against those for a shorter one, for one alone, and in parts.
+
+    has_map: whether it is also compared with the output that the map gives.
+    """
     T = x.shape[1]
     lambda_of(layer, x)  # a lam that fails should fail here, and not at the first evaluation
     whole, has_state = read(layer, config, x, T)
@@ -65,13 +69,13 @@ def check_outputs(layer, attn, x, config, by_map):
     # at lengths without a common divisor
     others = [("sees later tokens", read(layer, config, x, n)[0]) for n in (T // 2, T // 2 - 1)]
     others.append(("mixes the texts of a batch", read(layer, config, x[:1], T)[0]))
-    if has_state:
+    if has_state:  # many tokens, a few after them, and one at a time, as generate has them
         others.append(("reads a text in parts in another way: attend, project or its state forgets "
                        "earlier tokens", read(layer, config, x, T - 4, 2, 1, 1)[0]))
-    if by_map is not None:
-        layer.config = by_map
+    if has_map:
+        layer.config = replace(config, kernel="map")  # now forward takes make_map
         others.append(("has an attend that is not make_map times V (--kernel=map trains the map)",
-                       read(layer, by_map, x, T)[0]))
+                       read(layer, config, x, T)[0]))
         layer.config = config
     for problem, y in others:
         compare(attn, problem, y, whole[: y.shape[0], : y.shape[1]])
@@ -105,9 +109,9 @@ def reads_its_lam(layer, x, config):
         return True  # a module that nothing reads has parameters that get no gradient
     calls = []
 
-    def counted(x):
-        calls.append(x.shape)
-        return lam(x)
+    def counted(tokens):
+        calls.append(tokens.shape)
+        return lam(tokens)
 
     layer.lam = counted
     read(layer, config, x, x.shape[1])

@@ -5,6 +5,9 @@ $ python train.py --attn=diff                   # on a laptop, without data: som
 $ python train.py --attn=softmax,diff,linear    # one after the other, on the same tokens
 $ torchrun --standalone --nproc_per_node=8 train.py --preset=gpt2 --attn=diff
 
+Without --preset it is toy, or gpt2 if there is a GPU and prepare_fineweb.py has run. To read this
+file, begin with training_step. The loop is train(), and the last part keeps its folder.
+
 Stop it with Ctrl-C or kill -9: the same command, without --restart, goes on from the last
 checkpoint, and on a CPU, with as many threads, it ends in the same bits. The tokens of a step
 follow from the data, the seed and the number of the step: there is no data loader with a state.
@@ -279,6 +282,8 @@ def train(config, run, data, val, tokenizer):
         torch.compiler.reset()  # or the later arms of a list would not be compiled any more
         # dynamic=False, or a smaller last batch of an evaluation would make all sizes unknown
         compiled = torch.compile(model, dynamic=False)
+    # one set of weights under three names: compiled is faster, and trained also averages gradients.
+    # To sample, the model itself is called, since compiled would be compiled anew for each length
     trained = compiled
     if WORLD > 1:
         # an arm of yours may have parameters that it does not use
@@ -287,6 +292,7 @@ def train(config, run, data, val, tokenizer):
 
     last = step  # the step of the last line of the log
     clock = time.perf_counter()
+    # each process decides alike here, since all of them know the same numbers
     while step < config.steps and "diverged" not in log[-1]:
         loss, grad_norm = training_step(trained, optimizer, data, config, step)
         step += 1
@@ -345,10 +351,10 @@ def main(argv=None):
 
 # ---- the folder of a run: it goes on from ckpt.pt alone. The log is in it, and log.jsonl is a copy
 
-# what may change when a run goes on: these settings don't say what the run is
+# what may change when a run goes on: these settings don't say what the run is. (A preset is only
+# defaults, and of the data the hash is compared)
 MAY_CHANGE = ("preset", "data", "out", "restart", "kernel", "batch_size", "eval_every",
               "log_every", "device", "compile", "code", "torch", "date")
-
 
 # those of them that the log notes if they do
 NOTED_IF_CHANGED = ("kernel", "batch_size", "device", "compile", "code", "torch")
@@ -376,7 +382,7 @@ def open_runs(argv):
     with one_sentence("train.py", ModelError, RunError):
         runs, remarks = [describe(config, data, val) for config in configs], []
         for config, run in zip(configs, runs):
-            load_run(run)
+            load_run(run)  # for its RunError alone. train() loads it when its turn comes
             remarks += check_arm(config)
         for run in runs:
             Path(run["out"]).mkdir(parents=True, exist_ok=True)
@@ -416,7 +422,7 @@ def load_run(run):
     if run["restart"]:
         return None
     if not path.exists():
-        if log.exists() and "val_loss" in log.read_text():
+        if log.exists() and "val_loss" in log.read_text():  # so there was a checkpoint
             raise RunError(f"{path} is gone, but not its log: --restart discards that run")
         return None
     saved = GPT.load(path)
@@ -441,15 +447,23 @@ def resume(run, model, optimizer):
         step, log = saved.extra["step"], saved.extra["log"]
     if RANK == 0:
         print(f"{run['attn']}: {run['parameters']:,} parameters, from step {step} -> {run['out']}")
-        changed = {name: run[name] for name in NOTED_IF_CHANGED if log[0].get(name) != run[name]}
-        is_over = step == run["steps"]
-        if changed and not is_over:
-            log[0].setdefault("went_on_with", []).append(dict(step=step) | changed)
+        note_changes(run, step, log[0])
         write_log(run["out"], log)  # which now ends where the checkpoint does
-        if "code" in changed:
-            what = "is finished: --restart trains it anew" if is_over else "goes on"
-            print(f"{run['out']} began under other code than this, and {what}")
     return step, log
+
+
+def note_changes(run, step, first):
+    """Notes in a log's first line what is not as it was when the run last went on."""
+    before = dict(first)
+    for note in first.get("went_on_with", []):
+        before |= note
+    changed = {name: run[name] for name in NOTED_IF_CHANGED if before.get(name) != run[name]}
+    is_over = step == run["steps"]
+    if changed and not is_over:
+        first.setdefault("went_on_with", []).append(dict(step=step) | changed)
+    if "code" in changed:
+        what = "is finished: --restart trains it anew" if is_over else "goes on"
+        print(f"{run['out']} was last trained by other code than this, and {what}")
 
 
 def where_it_goes_on(run):
@@ -481,17 +495,20 @@ def summarize(logs):
     for run, *_, last in logs:
         print(f"{run['attn']:16} val loss {last.get('val_loss', math.inf):.4f}, "
               f"{last.get('tok_per_s', 0):,} tokens/s, {run['parameters']:,} parameters")
-    first = logs[-1][0]
-    program = "sample.py"
-    if ATTENTION[first["attn"]].__module__ == "__main__":  # an arm that only its own file knows
-        spec = sys.modules["__main__"].__spec__
-        program = f"-m {spec.name}" if spec else sys.argv[0]
-    out = Path(first["out"])
-    print(f"sample from it:  python {program} --ckpt={shlex.quote(str(out))}")
-    several = out.parent.parent  # out/seeds, if --out was out/seeds/2
-    if out.parent == Path("out", first["preset"]):  # no --out was given
-        several = out.parent
+    run = logs[-1][0]
+    out = Path(run["out"])
+    print(f"sample from it:  python {sampler(run['attn'])} --ckpt={shlex.quote(str(out))}")
+    # the runs of a seed lie in out/seeds/<seed>/<attn>, those of a single one in out/toy/<attn>
+    several = out.parent.parent if out.parent.name.isdecimal() else out.parent
     print(f"compare seeds:   python -m lab.losses {shlex.quote(str(several))}")
+
+
+def sampler(attn):
+    """The program that can sample from an arm: an arm of your own is known to its file alone."""
+    if ATTENTION[attn].__module__ != "__main__":
+        return "sample.py"
+    spec = sys.modules["__main__"].__spec__  # None, unless it was started with python -m
+    return f"-m {spec.name}" if spec else shlex.quote(sys.argv[0])
 
 
 if __name__ == "__main__":

@@ -375,10 +375,10 @@ def test_other_code_goes_on_and_says_so(monkeypatch, capsys):
     Path("mine.py").write_text("a = 1")
     for _ in range(2):
         train.main([*TOY, "--steps=4", "--attn=mine"])
-        assert "under other code" not in capsys.readouterr().out
+        assert "other code" not in capsys.readouterr().out
     Path("mine.py").write_text("a = 2")
     train.main([*TOY, "--steps=4", "--attn=mine"])
-    assert "under other code than this, and is finished: --restart" in capsys.readouterr().out
+    assert "by other code than this, and is finished: --restart" in capsys.readouterr().out
     assert "went_on_with" not in log_of("out/toy/mine")[0]
 
 
@@ -386,9 +386,13 @@ def test_what_changes_when_a_run_goes_on_is_noted(monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         send_before(patch, signal.SIGINT, train, "training_step", 7)
         train.main(TOY)
-    train.main([*TOY, "--kernel=map", "--batch_size=2"])
-    (noted,) = log_of("out/toy/softmax")[0]["went_on_with"]
-    assert noted == dict(step=4, kernel="map", batch_size=2)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        send_before(patch, signal.SIGINT, train, "training_step", 6)  # at step 10
+        train.main([*TOY, "--kernel=map", "--batch_size=2"])
+    train.main(TOY)
+    first, second = log_of("out/toy/softmax")[0]["went_on_with"]
+    assert first == dict(step=4, kernel="map", batch_size=2)
+    assert second == dict(step=8, kernel="sdpa", batch_size=4)
 
 
 def test_a_lam_that_is_a_module_is_no_error(monkeypatch, capsys):
