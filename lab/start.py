@@ -1,13 +1,12 @@
 """
-When does the difference pay? The embedding's start, the sign in diff_v2, the length of a run.
+When does the difference pay? The embedding's start, the rate, and the sign in diff_v2.
 
-    python -m lab.start --pieces="start; v2"    # trains what is missing below out/start
-    python -m lab.start                         # all pieces, of which length, lead, size and tied
-                                                # are planned, and have not been run
+    python -m lab.start --pieces="start; v2"    # what the pages report. Trains what is missing
+    python -m lab.start                         # also length, lead, size and tied: planned.
+                                                # start.json has a few runs of lead, on no page
     python -m lab.start_page collect            # and then the page
 
 It needs a GPU: 862 runs took 290 seconds on an H200, and take a day on a core.
-
 
 lab/results/start.md has the question, the predictions and the answers. Runs are those of train.py's
 toy. They are trained many at once (lab/many.py), each with its own seed, rate and embedding. Each

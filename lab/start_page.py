@@ -26,7 +26,9 @@ CONTRASTS = {
     "(c) diff − 2 heads, norm, factor": ("diff", "2 heads, norm, factor"),
     "(d) diff, no norm − 2 heads": ("diff, no norm", "2 heads"),
     "softmax, norm − softmax": ("softmax, norm", "softmax"),
+    "2 heads − softmax": ("2 heads", "softmax"),
     "diff, no norm − softmax": ("diff, no norm", "softmax"),
+    "diff − diff, no norm": ("diff", "diff, no norm"),
     "diff_v2 − softmax": ("diff_v2", "softmax"),
 }
 LOOKS = (0, 100, 500)  # steps at which the stream is looked at
