@@ -31,6 +31,11 @@ CONTRASTS = {
     "diff − diff, no norm": ("diff", "diff, no norm"),
     "diff_v2 − softmax": ("diff_v2", "softmax"),
 }
+# and with a tied output layer
+SIGNS = [
+    ("diff_v2", "softmax"), ("diff_v2, plus", "softmax"), ("two gates", "softmax"),
+    ("diff_v2, plus", "diff_v2"), ("two gates", "diff_v2"),
+]
 LOOKS = (0, 100, 500)  # steps at which the stream is looked at
 COLORS = {"softmax": "#0072B2", "softmax, norm": "#009E73", "diff": "#D55E00"}
 NAMES = {"softmax": "softmax", "softmax, norm": "softmax with diff's norm", "diff": "diff"}
@@ -85,6 +90,18 @@ def table_of(data):
                 has_all = all(set(losses) == set(FEW) for losses in few)
                 line[f"{lr:g}"] = difference(*few, digits=2) if has_all else ""
             table.append(line)
+    return table
+
+
+def table_of_signs(data):
+    """diff_v2 and its variants with a tied output layer, each at its own rate."""
+    table = []
+    for rows in SIGNS:
+        (rate, losses), (base_rate, base) = [data.reported(Cell(row, "tied"), None) for row in rows]
+        table.append({
+            "contrast": " − ".join(rows), "n": min(len(losses), len(base)),
+            "rates": f"{rate:g}, {base_rate:g}", "difference": difference(losses, base),
+        })
     return table
 
 
@@ -193,6 +210,7 @@ def main(argv=None):
     if verb is not None:
         stats.write_json(file, about, runs)
     stats.renew(RESULTS / "start.md", {"contrasts": stats.markdown(table_of(data))})
+    stats.renew(RESULTS / "minus.md", {"sign": stats.markdown(table_of_signs(data))})
     draw_rates(data, RESULTS / "start-rates.png")
     if "stream" in about:
         draw_stream(about["stream"], RESULTS / "start-stream.png")

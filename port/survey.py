@@ -52,6 +52,16 @@ def table_of_samples():
     return "\n".join(rows)
 
 
+def how_often_right():
+    """What port/README.md says of all samples that were held out."""
+    held_out = [sample for sample in SURVEY["samples"] if sample["frozen"]]
+    n = {key: sum(sample[key] for sample in held_out)
+         for key in ("layers", "right", "wrong", "error")}
+    return (f"On {n['layers']} unseen layers, each time by the port of that day, "
+            f"{n['right']} verdicts were right, {n['wrong']} wrong, and {n['error']} ended in an "
+            "error")
+
+
 def table_of_held_out():
     rows = ["| held out, frozen at | verdict right | wrong | error | all causes right "
             "| the paper's, called wrong |", "|" + "---|" * 6]

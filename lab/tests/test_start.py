@@ -136,6 +136,8 @@ def test_the_pages_say_their_data():
     data = start_page.Data(runs)
     page = (start.RESULTS / "start.md").read_text(encoding="utf-8")
     assert stats.markdown(start_page.table_of(data)) in page
+    minus = (start.RESULTS / "minus.md").read_text(encoding="utf-8")
+    assert stats.markdown(start_page.table_of_signs(data)) in minus
 
     def reported(rows, std=None, head="tied"):
         return [data.reported(Cell(row, head), std)[1] for row in rows]

@@ -39,6 +39,7 @@ def test_the_page_of_ports_and_the_readme_have_the_numbers_of_the_survey():
     assert page == survey.fill(page)  # else run python -m port.pages
     n = survey.counts(survey.layers_of(*survey.COUNTED))
     assert f"Of the {n['layers']} that are counted above, {n['explained']} are explained" in page
+    assert survey.how_often_right() in " ".join(text_of("README.md").split())
     unknown = [s["layers"] for s in survey.SURVEY["samples"] if not survey.layers_of(s["sample"])]
     assert f"Of the {sum(unknown)} layers with question marks" in page and n["NaN"] == 1
     readme = " ".join((ROOM.parent / "README.md").read_text(encoding="utf-8").split())
