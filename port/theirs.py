@@ -95,6 +95,13 @@ class Port:
         if len(unknown) == 1 and "o" not in self.roles.values():
             self.roles[unknown[0]] = "o"
 
+    def tells_n_head(self):
+        """Whether the shape of a weight shows how many maps there are."""
+        return bool({"lambda_q1", "lambdas", "gate"} & set(self.roles.values()))
+
+    def has_lambda(self):
+        return any(role.startswith("lambda") or role == "gate" for role in self.roles.values())
+
     def missing_roles(self):
         """What the paper's layer has, and no weight of this one was read as."""
         found = set(self.roles.values()).union(*self.vectors_in.values())

@@ -80,32 +80,34 @@ def explain(port, seen):
 
     NoVerdict if there is nothing that can be compared.
     """
-    has_no_past = "no past" in seen.mistakes
     clock = Clock()
     refuse_what_is_misread(port, seen, clock)
-    search = Search(port, port.said, seen, clock, seconds=3 if has_no_past else SECONDS)
+    seconds = 3 if "no past" in seen.mistakes else SECONDS
+    search = Search(port, port.said, seen, clock, seconds)
     if not search.tries:
         raise NoVerdict(misread.what_does_not_fit(port, seen.x.shape[2]))
-    has_lambda = any(role.startswith("lambda") or role == "gate" for role in port.roles.values())
-    found = None
-    if not has_lambda:
-        found = misread.as_plain_softmax(port, seen, clock)
+    found = None if port.has_lambda() else misread.as_plain_softmax(port, seen, clock)
     if not found:
         found = search.run()
     if found:
         causes, note = what_explains(port, seen, found)
         return causes, note, found.draw.way
-    if has_no_past:
-        return None, "Mend that first, and run again: the rest can't be compared so.", seen.ways[0]
-    if not {"lambda_q1", "lambdas", "gate"} & set(port.roles.values()):  # no weight tells n_head
+    return None, why_not(port, seen, search, clock), seen.ways[0]
+
+
+def why_not(port, seen, search, clock):
+    """A sentence where nothing explains the layer. NoVerdict if another number of maps does."""
+    if "no past" in seen.mistakes:
+        return "Mend that first, and run again: the rest can't be compared so."
+    if not port.tells_n_head():
         reading = misread.better_reading_by_trying(port, seen, clock)
         if reading:
             raise NoVerdict(reading)
-    if has_lambda:
+    if port.has_lambda():
         doubt = doubts(port, seen)
     else:
         doubt = "No weight is a lambda: is it differential attention?"
-    return None, f"{search.where_it_failed()} {doubt}".strip(), seen.ways[0]
+    return f"{search.where_it_failed()} {doubt}".strip()
 
 
 def refuse_an_assumed_depth(found):
@@ -120,7 +122,7 @@ def refuse_an_assumed_depth(found):
 def doubts(port, seen):
     """A question on what was said or guessed, and may be wrong where nothing explains the layer."""
     asked = []
-    if not {"lambda_q1", "lambdas", "gate"} & set(port.roles.values()):
+    if not port.tells_n_head():
         asked.append("is n_head right")
     if seen.sees_future or not port.said.causal:
         asked.append("is causal right")
