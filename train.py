@@ -480,7 +480,7 @@ def write_log(out, log):
 
 
 def report(out, log, model, optimizer, tokenizer):
-    """Saves the model if it was just evaluated, and then prints the last line of the log."""
+    """Saves the model if it was just evaluated. Then it writes the log, and prints its last line."""
     record = log[-1]
     if "val_loss" in record:
         extra = dict(step=record["step"], log=log, optimizer=optimizer.state_dict())
@@ -497,7 +497,8 @@ def summarize(logs):
               f"{last.get('tok_per_s', 0):,} tokens/s, {run['parameters']:,} parameters")
     run = logs[-1][0]
     out = Path(run["out"])
-    print(f"sample from it:  python {sampler(run['attn'])} --ckpt={shlex.quote(str(out))}")
+    if Path(out, "ckpt.pt").exists():  # a run may have diverged before its first
+        print(f"sample from it:  python {sampler(run['attn'])} --ckpt={shlex.quote(str(out))}")
     # the runs of a seed lie in out/seeds/<seed>/<attn>, those of a single one in out/toy/<attn>
     several = out.parent.parent if out.parent.name.isdecimal() else out.parent
     print(f"compare seeds:   python -m lab.losses {shlex.quote(str(several))}")
@@ -505,7 +506,7 @@ def summarize(logs):
 
 def sampler(attn):
     """The program that can sample from an arm: an arm of your own is known to its file alone."""
-    if ATTENTION[attn].__module__ != "__main__":
+    if ATTENTION[attn].__module__ == "model":
         return "sample.py"
     spec = sys.modules["__main__"].__spec__  # None, unless it was started with python -m
     return f"-m {spec.name}" if spec else shlex.quote(sys.argv[0])

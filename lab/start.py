@@ -1,12 +1,13 @@
 """
 When does the difference pay? The embedding's start, the rate, and the sign in diff_v2.
 
-    python -m lab.start --pieces="start; v2"    # what the pages report. Trains what is missing
-    python -m lab.start                         # also length, lead, size and tied: planned.
-                                                # start.json has a few runs of lead, on no page
-    python -m lab.start_page collect            # and then the page
+    python -m lab.start --pieces="start; v2"    # what the pages report, and rows on no page: the
+                                                # average, the gate, V2's MLP, lambda_init 0.8
+    python -m lab.start                         # also length, lead, size and tied: planned
+    python -m lab.start_page collect            # and then the tables and figures of the pages
 
-It needs a GPU: 862 runs took 290 seconds on an H200, and take a day on a core.
+It is made for a GPU: 862 runs took 290 seconds on an H200. On a core a run takes about three
+minutes, so that they take nearly two days.
 
 lab/results/start.md has the question, the predictions and the answers. Runs are those of train.py's
 toy. They are trained many at once (lab/many.py), each with its own seed, rate and embedding. Each
