@@ -480,7 +480,7 @@ def write_log(out, log):
 
 
 def report(out, log, model, optimizer, tokenizer):
-    """Saves the model if it was just evaluated. Then it writes the log, and prints its last line."""
+    """Saves the model if it was just evaluated, writes the log, and prints its last line."""
     record = log[-1]
     if "val_loss" in record:
         extra = dict(step=record["step"], log=log, optimizer=optimizer.state_dict())
