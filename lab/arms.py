@@ -201,7 +201,11 @@ ARMS = {
     "gate": Gate,
     "two_gates": TwoGates,
 }
-ATTENTION |= ARMS
+
+
+def register():
+    """Makes model.py know these arms. Each program that builds or loads models by name calls it."""
+    ATTENTION.update(ARMS)
 
 
 def print_help():
@@ -216,6 +220,7 @@ def main(argv=None):
     import sample
     import train
 
+    register()
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
         print_help()

@@ -27,10 +27,11 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from check_arm import lambda_of
-from lab.arms import ATTENTION  # with softmax_sum and softmax_own
+from lab import arms
 from lab.stats import COLORS, markdown, new_figure, parser, read_json, renew, write_json
-from model import GPT, GPTConfig
+from model import ATTENTION, GPT, GPTConfig
 
+arms.register()
 QUERIES = 8
 RIGHT = 64 - QUERIES  # the pair that the first query asks for. A crowd is in those before it
 STEPS = 1500

@@ -29,10 +29,11 @@ import torch.nn.functional as F
 
 import train
 from data import byte_tokens, load_manual
-from lab import arms, stats  # noqa: F401  (arms: model.py has to know them)
+from lab import arms, stats
 from lab.many import Together
 from model import GPT, make_rope
 
+arms.register()
 ROWS = {
     "softmax": dict(attn="softmax"),
     "softmax, norm": dict(attn="softmax", subln=1.0),

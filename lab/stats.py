@@ -36,8 +36,9 @@ def parser(module, text):
 
 def load_checkpoint(path, device="cpu"):
     """(file, the GPT in it) of a file, a run's folder, or None: the newest below out/."""
-    import lab.arms  # noqa: F401  with it checkpoints of those arms can be read, too
+    from lab import arms
 
+    arms.register()
     try:
         file = find_checkpoint(path)
         return file, GPT.load(file, device)

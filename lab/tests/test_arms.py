@@ -15,6 +15,7 @@ from tests.helpers import TOP
 torch.set_num_threads(1)
 T = 20
 TINY = dict(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=64)
+arms.register()
 OURS = [name for name, cls in ATTENTION.items() if cls.__module__ == "lab.arms"]
 FLAGS = ["--preset=toy", "--device=cpu", "--n_layer=1", "--n_embd=16", "--block_size=16",
          "--total_batch=32", "--eval_tokens=64", "--steps=2"]
