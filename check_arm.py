@@ -11,6 +11,11 @@ import torch
 from model import ATTENTION, Attention, ModelError, make_rope
 
 
+def is_own(attn):
+    """Whether an arm is your own, and not one of model.py."""
+    return ATTENTION[attn].__module__ != "model"
+
+
 @torch.no_grad()
 def check_arm(config):
     """Remarks on the arm of this config, a list of sentences. ModelError if it has a fault.
@@ -23,8 +28,7 @@ def check_arm(config):
     # a run with --kernel=map trains the map
     asked = config.kernel
     config = replace(config, kernel="map" if asked == "map" else "sdpa")
-    is_own = ATTENTION[attn].__module__ != "model"
-    T = max(8, min(1024 if is_own else 300, config.block_size))
+    T = max(8, min(1024 if is_own(attn) else 300, config.block_size))
     torch.manual_seed(0)
     for depth in (0, config.n_layer - 1):
         layer = ATTENTION[attn](config, depth).double().eval()

@@ -31,9 +31,9 @@ import torch.distributed as dist
 import tyro
 from torch.nn.parallel import DistributedDataParallel
 
-from check_arm import check_arm, lambda_of
+from check_arm import check_arm, is_own, lambda_of
 from data import FINEWEB, get_tokenizer, load_data, load_sequences, one_sentence
-from model import ATTENTION, GPT, Block, GPTConfig, ModelError
+from model import GPT, Block, GPTConfig, ModelError
 
 RANK = int(os.environ.get("RANK") or 0)  # torchrun starts WORLD processes and numbers them
 WORLD = int(os.environ.get("WORLD_SIZE") or 1)
@@ -287,8 +287,8 @@ def train(config, run, data, val, tokenizer):
     trained = compiled
     if WORLD > 1:
         # an arm of yours may have parameters that it does not use
-        is_own = ATTENTION[config.attn].__module__ != "model"
-        trained = DistributedDataParallel(compiled, find_unused_parameters=is_own)
+        unused = is_own(config.attn)
+        trained = DistributedDataParallel(compiled, find_unused_parameters=unused)
 
     last = step  # the step of the last line of the log
     clock = time.perf_counter()
@@ -506,7 +506,7 @@ def summarize(logs):
 
 def sampler(attn):
     """The program that can sample from an arm: an arm of your own is known to its file alone."""
-    if ATTENTION[attn].__module__ == "model":
+    if not is_own(attn):
         return "sample.py"
     spec = sys.modules["__main__"].__spec__  # None, unless it was started with python -m
     return f"-m {spec.name}" if spec else shlex.quote(sys.argv[0])
