@@ -12,6 +12,7 @@ Where does diff_v2's lead on softmax lie: where an earlier match misleads, or an
 A byte of the val text is predicted from those before it in its block. Its match is the longest run
 of bytes just before it that also stands earlier in the block. The byte that followed there is what
 the match predicts.
+
 If differential attention cancels noise, its lead should lie where a long match predicts another
 byte than the one that comes. The control is softmax after 9 % more steps: a better model, without a
 minus. The intervals are by a bootstrap over seeds and over blocks of the text.
@@ -29,7 +30,6 @@ from model import GPT
 
 PAIRS = {"diff_v2": ("diff_v2", "softmax"), "longer": ("longer/softmax", "softmax")}
 BLOCKS, T = 203, 256  # all of the val text, in blocks as train.py evaluates them
-LENGTHS = {"0 to 3": (0, 3), "4 to 7": (4, 7), "8 and more": (8, 10_000)}
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -45,7 +45,8 @@ def losses_of(model, sequences):
 
 def match_of(tokens, i):
     """(length, next byte) of the longest match of tokens[: i + 1]: the latest, if several."""
-    best, following = 0, -1
+    best = 0
+    following = -1
     for j in range(i):  # a match that ends at j
         if tokens[j] != tokens[i]:
             continue
@@ -53,8 +54,17 @@ def match_of(tokens, i):
         while j - length >= 0 and tokens[j - length] == tokens[i - length]:
             length += 1
         if length >= best:
-            best, following = length, tokens[j + 1]
+            best = length
+            following = tokens[j + 1]
     return best, following
+
+
+def name_of(length, is_right):
+    """The class of a byte whose match has this length, and predicts it rightly or wrongly."""
+    if length <= 3:
+        return "0 to 3"
+    name = "4 to 7" if length <= 7 else "8 and more"
+    return f"{name}, {'right' if is_right else 'wrong'}"
 
 
 def classes_of(sequences):
@@ -63,10 +73,7 @@ def classes_of(sequences):
     for row, tokens in enumerate(sequences.tolist()):
         for i in range(len(tokens) - 1):
             length, following = match_of(tokens, i)
-            (name,) = [name for name, (low, high) in LENGTHS.items() if low <= length <= high]
-            if length > 3:
-                name += ", right" if following == tokens[i + 1] else ", wrong"
-            names[row, i] = name
+            names[row, i] = name_of(length, following == tokens[i + 1])
     return names
 
 
@@ -81,11 +88,11 @@ def measure(folder):
     masks = np.stack([classes == name for name in names])  # (classes, blocks, T)
     leads = {name: [] for name in PAIRS}
     for path in paths:
-        for name, pair in PAIRS.items():
-            one, other = [losses_of(GPT.load(path / run / "ckpt.pt"), sequences) for run in pair]
-            less = one - other  # negative: it is ahead of softmax
-            by_class = [[round(x, 4) for x in (less * mask).sum(1).tolist()] for mask in masks]
-            leads[name].append(by_class)
+        for name, (run, base) in PAIRS.items():
+            losses = losses_of(GPT.load(path / run / "ckpt.pt"), sequences)
+            base_losses = losses_of(GPT.load(path / base / "ckpt.pt"), sequences)
+            less = losses - base_losses  # negative: it is ahead of softmax
+            leads[name].append((less * masks).sum(2).round(4).tolist())  # (classes, blocks)
             print(f"{path.name}: {name} - softmax {less.mean():+.4f}", flush=True)
     return dict(names=names, counts=masks.sum(2).tolist(), leads=leads)
 
@@ -96,9 +103,11 @@ def table_of(found, which, resamples=4000):
     leads = np.array(found["leads"][which])  # (seeds, classes, blocks)
     seeds, _, blocks = leads.shape
     random = np.random.default_rng(0)
-    shares, means = [], []
+    shares = []
+    means = []
     for number in range(resamples + 1):
-        of_seeds, of_blocks = np.arange(seeds), np.arange(blocks)
+        of_seeds = np.arange(seeds)
+        of_blocks = np.arange(blocks)
         if number > 0:  # the first one is the whole
             of_seeds = random.integers(seeds, size=seeds)
             of_blocks = random.integers(blocks, size=blocks)
@@ -107,7 +116,8 @@ def table_of(found, which, resamples=4000):
         means.append(lead / counts[:, of_blocks].sum(1))
     table = []
     for number, name in enumerate(found["names"]):
-        share, mean = [np.array(values)[:, number] for values in (shares, means)]
+        share = np.array(shares)[:, number]
+        mean = np.array(means)[:, number]
         low, high = np.percentile(share[1:], [2.5, 97.5])
         least, most = np.percentile(mean[1:], [2.5, 97.5])
         table.append({
