@@ -28,7 +28,9 @@ from tqdm import tqdm
 
 from check_arm import lambda_of
 from lab import arms
-from lab.stats import COLORS, markdown, new_figure, parser, read_json, renew, write_json
+from lab.stats import (
+    COLORS, RESULTS, markdown, new_figure, parser, read_json, renew, write_json,
+)
 from model import ATTENTION, GPT, GPTConfig
 
 arms.register()
@@ -41,7 +43,6 @@ SHOWN = {"softmax": 4.5e-3, "softmax_average": 2e-3, "diff": 2e-3}  # arms and r
 NAMES = {"softmax": "one map", "softmax_average": "minus the average", "diff": "difference"}
 TITLES = {"softmax": "softmax: one map", "softmax_average": "minus the average",
           "diff": "diff: minus another map"}
-RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,11 @@ import torch
 import torch.nn.functional as F
 
 from data import load_manual, load_sequences
-from lab.stats import markdown, parser, renew
+from lab.stats import RESULTS, markdown, parser, renew
 from model import GPT
 
 PAIRS = {"diff_v2": ("diff_v2", "softmax"), "longer": ("longer/softmax", "softmax")}
 BLOCKS, T = 203, 256  # all of the val text, in blocks as train.py evaluates them
-RESULTS = Path(__file__).parent / "results"
 
 
 @torch.no_grad()

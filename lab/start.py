@@ -15,6 +15,7 @@ cell has a rate of its own, chosen on other seeds than those that are reported.
 """
 import json
 import math
+import subprocess
 import sys
 import sysconfig
 from dataclasses import dataclass, replace
@@ -59,7 +60,6 @@ CHOOSE_V2_ON = tuple(range(48, 56))  # as for the gate of lab/text.py
 FEW = tuple(range(3, 8))
 MANY = tuple(range(3, 23))
 OUT = Path("out/start")
-RESULTS = Path(__file__).parent / "results"
 
 
 # ---- the models and what they read
@@ -130,6 +130,17 @@ def load_text(name):
 
 # ---- the runs
 
+def machine(device):
+    return torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
+
+
+@lru_cache
+def commit():
+    """That of this code, or "" where git does not know it."""
+    command = ["git", "-C", Path(__file__).parent, "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
 def train_one(cell, std, rate, seed, look=None):
     """The val loss of one run, by the functions of train.py: on a CPU that is faster.
 
@@ -175,7 +186,8 @@ class Runs:
                     loss = loss if math.isfinite(loss) else math.inf
                     self.losses[std, rate, seed] = loss
                     run = vars(self.cell) | dict(std=std, lr=rate, seed=seed, val_loss=loss)
-                    f.write(json.dumps(run | dict(at=self.device)) + "\n")
+                    run |= dict(at=machine(self.device), commit=commit())
+                    f.write(json.dumps(run) + "\n")
             print(f"{self.file.stem}: {len(self.losses)} runs", flush=True)
 
     def train_group(self, group):

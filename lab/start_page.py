@@ -15,8 +15,9 @@ import torch
 from data import load_sequences
 from lab import stats
 from lab.start import (
-    CHOOSE_ON, CHOOSE_V2_ON, FEW, OUT, RATES, RESULTS, SHOWN, V2, Cell, load_text, train_one,
+    CHOOSE_ON, CHOOSE_V2_ON, FEW, OUT, RATES, SHOWN, V2, Cell, load_text, train_one,
 )
+from lab.stats import RESULTS
 
 STD = {"1": 1.0, "0.05": None}
 # the contrasts: a row less another one

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+from pathlib import Path
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from data import get_tokenizer
 from model import GPT
 from sample import find_checkpoint
 
+RESULTS = Path(__file__).parent / "results"  # the pages, with their data and figures
 # Okabe and Ito's colours, which every kind of eye can tell apart
 COLORS = {
     "softmax": "#0072B2",

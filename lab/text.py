@@ -91,7 +91,6 @@ COMPARISONS = [
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 CHOOSE_ON = range(1, 3)  # the seeds on which a row's rate is chosen
-RESULTS = Path(__file__).parent / "results"
 
 
 def reported_seeds(row):
@@ -207,7 +206,7 @@ def main(argv=None):
     p = stats.parser("lab.text", __doc__)
     p.add_argument("verb", nargs="?", choices=["publish"], help="train nothing")
     if p.parse_args(argv).verb:
-        out = RESULTS
+        out = stats.RESULTS
         _, runs = stats.read_json(out / "text.json")
         stats.renew(out / "text.md", {"comparisons": report(runs)})
     else:

@@ -273,9 +273,9 @@ def starts_from_zeros(port, way, x):
         if y is None or not y.requires_grad or not y.isfinite().all():
             return []
         loss = (y - x.flip(-1)).square().mean()
-        gradients = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
+        slopes = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
         with torch.no_grad():
-            for weight, gradient in zip(weights.values(), gradients):
+            for weight, gradient in zip(weights.values(), slopes):
                 weight -= 0.1 * gradient / gradient.norm().clamp(min=1e-12)
     return [name for name, weight in weights.items()
             if port.roles[name] not in ("bias", "norm") and not weight.any()]

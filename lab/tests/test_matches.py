@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import torch
 
-from lab import matches
+from lab import matches, stats
 from model import GPT, GPTConfig
 
 torch.set_num_threads(1)
@@ -41,10 +41,10 @@ def test_each_byte_has_a_class_and_all_shares_sum_to_1():
 
 
 def test_a_folder_without_runs_changes_nothing(tmp_path):
-    before = (matches.RESULTS / "matches.json").read_bytes()
+    before = (stats.RESULTS / "matches.json").read_bytes()
     with pytest.raises(SystemExit, match="there is no"):
         matches.main([str(tmp_path)])
-    assert (matches.RESULTS / "matches.json").read_bytes() == before
+    assert (stats.RESULTS / "matches.json").read_bytes() == before
 
 
 def test_losses_of_bytes_have_the_mean_of_the_model():

@@ -124,19 +124,21 @@ def test_a_diverged_run_is_inf(tiny):
     runs = Runs(Cell("softmax", "tied"), "cpu", at_once=2)
     runs.make([(None, 1e30, 1), (None, 1e-3, 1)])
     assert runs.losses[None, 1e30, 1] == np.inf and runs.losses[None, 1e-3, 1] < 6
-    assert json.loads(runs.file.read_text().splitlines()[0])["val_loss"] == np.inf
+    line = json.loads(runs.file.read_text().splitlines()[0])
+    assert line["val_loss"] == np.inf
+    assert line["at"] == "CPU" and line["commit"] == start.commit()
 
 
 def words_of(page):
-    return " ".join((start.RESULTS / page).read_text(encoding="utf-8").split()).replace("−", "-")
+    return " ".join((stats.RESULTS / page).read_text(encoding="utf-8").split()).replace("−", "-")
 
 
 def test_the_pages_say_their_data():
-    about, runs = stats.read_json(start.RESULTS / "start.json")
+    about, runs = stats.read_json(stats.RESULTS / "start.json")
     data = start_page.Data(runs)
-    page = (start.RESULTS / "start.md").read_text(encoding="utf-8")
+    page = (stats.RESULTS / "start.md").read_text(encoding="utf-8")
     assert stats.markdown(start_page.table_of(data)) in page
-    minus = (start.RESULTS / "minus.md").read_text(encoding="utf-8")
+    minus = (stats.RESULTS / "minus.md").read_text(encoding="utf-8")
     assert stats.markdown(start_page.table_of_signs(data)) in minus
 
     def reported(rows, std=None, head="tied"):
@@ -174,8 +176,8 @@ def test_the_pages_say_their_data():
 
 
 def test_the_page_says_where_the_lead_lies():
-    page = (start.RESULTS / "minus.md").read_text(encoding="utf-8")
-    found = json.loads((start.RESULTS / "matches.json").read_text())
+    page = (stats.RESULTS / "minus.md").read_text(encoding="utf-8")
+    found = json.loads((stats.RESULTS / "matches.json").read_text())
     for which in matches.PAIRS:
         assert stats.markdown(matches.table_of(found, which)) in page
     n_bytes = np.sum(found["counts"])

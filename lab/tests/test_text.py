@@ -36,9 +36,9 @@ def test_a_small_experiment_from_the_first_run_to_the_page(monkeypatch, capsys):
 
 
 def test_the_page_has_the_table_and_the_numbers_of_its_json():
-    page = (text.RESULTS / "text.md").read_text(encoding="utf-8").replace("−", "-")
+    page = (stats.RESULTS / "text.md").read_text(encoding="utf-8").replace("−", "-")
     words = " ".join(page.split())
-    _, runs = stats.read_json(text.RESULTS / "text.json")
+    _, runs = stats.read_json(stats.RESULTS / "text.json")
     assert text.report(runs).replace("−", "-") in page
 
     def less(row, base, seeds=text.FEW):
