@@ -34,8 +34,8 @@ def in_one_sentence():
     n = counts(layers_of(*COUNTED))
     leaks = n["leak in spite of a mask"] + n["leak without any mask"]
     return (f"Of {n['layers']} public ports (reimplementations), a convenience sample, "
-            f"{n[SAME]} are the paper's layer, {n[CHOICE]} more are but for a choice such as a "
-            f"constant λ_init, and {leaks} see the future though they should not.")
+            f"{n[SAME]} are the paper's layer, {n[CHOICE]} more are the same but for a choice "
+            f"such as a constant λ_init, and {leaks} see the future though they should not.")
 
 
 def table_of_samples():
