@@ -116,7 +116,7 @@ def draw_rates(data, path):
             ax.plot(RATES, means, color=COLORS[row], linewidth=3, label=NAMES[row])
             for lr, losses in zip(RATES, found):
                 ax.plot([lr] * len(losses), losses, "o", color=COLORS[row], alpha=0.4)
-        ax.set(xscale="log", title=f"embedding's std {name}", ylim=(1.5, 2.15))
+        ax.set(xscale="log", title=f"embedding's std {name}", ylim=(1.47, 2.15))
         ax.set_xticks([5e-4, 2e-3, 8e-3], ["0.0005", "0.002", "0.008"], minor=False)
         ax.set_xticks([], minor=True)
         ax.set_xlabel("learning rate")
