@@ -103,6 +103,14 @@ class SoftmaxFactor(Softmax):
         self.lambda_init = Diff(config, depth).lambda_init
 
 
+class SoftmaxFactorSmall(SoftmaxFactor):
+    """softmax_factor with a lambda_init of 0.8: its factor is 0.2 in each layer."""
+
+    def __init__(self, config, depth):
+        super().__init__(config, depth)
+        self.lambda_init = 0.8
+
+
 class DiffConstant(Diff):
     """diff with a lambda_init of 0.8 in each layer, as in the paper's Table 6."""
 
@@ -192,6 +200,7 @@ ARMS = {
     "diff_linear_decay": DiffLinearDecay,
     "linear_one_short_head": LinearOneShortHead,
     "softmax_factor": SoftmaxFactor,
+    "softmax_factor_small": SoftmaxFactorSmall,
     "diff_constant": DiffConstant,
     "softmax_sum": SoftmaxSum,
     "softmax_own": SoftmaxOwn,

@@ -45,13 +45,14 @@ ROWS = {
     "diff": dict(attn="diff"),
     "diff, no norm": dict(attn="diff", subln=0.0),
     "diff, λ_init 0.8": dict(attn="diff_constant"),
+    "2 heads, norm, factor 0.2": dict(attn="softmax_factor_small", n_head=2),
     "diff_v2": dict(attn="diff_v2"),
     "gate": dict(attn="gate"),
     "softmax, V2's MLP": dict(attn="softmax", mlp_width=292),  # that of diff_v2 at this size
     "diff_v2, plus": dict(attn="diff_v2_free_plus"),
     "two gates": dict(attn="two_gates"),
 }
-ARMS = list(ROWS)[:12]
+ARMS = list(ROWS)[:13]
 SHOWN = ("softmax", "softmax, norm", "diff")  # at each rate, and at more lengths
 V2 = ("softmax", "gate", "diff_v2", "diff_v2, plus", "two gates")
 RATES = tuple(5e-4 * 2**i for i in range(6))  # 5e-4 to 1.6e-2
