@@ -29,6 +29,7 @@ from lab.stats import RESULTS, markdown, parser, renew
 from model import GPT
 
 PAIRS = {"diff_v2": ("diff_v2", "softmax"), "longer": ("longer/softmax", "softmax")}
+TITLES = {"diff_v2": "of the lead of `diff_v2`, %", "longer": "of that of a longer softmax, %"}
 BLOCKS, T = 203, 256  # all of the val text, in blocks as train.py evaluates them
 
 
@@ -96,14 +97,14 @@ def measure(folder):
     return dict(names=names, counts=masks.sum(2).tolist(), leads=leads)
 
 
-def table_of(found, which, resamples=4000):
-    """A line for each class: its share of the bytes and of the lead, and the lead on a byte."""
-    counts = np.array(found["counts"])  # (classes, blocks)
-    leads = np.array(found["leads"][which])  # (seeds, classes, blocks)
+def shares_of(leads, resamples=4000):
+    """[(share of the lead, least, most)] of each class, with the interval by a bootstrap.
+
+    leads: (seeds, classes, blocks), of which each is the sum over a block's bytes in a class.
+    """
     seeds, _, blocks = leads.shape
     random = np.random.default_rng(0)
-    shares = []
-    means = []
+    found = []
     for number in range(resamples + 1):
         of_seeds = np.arange(seeds)
         of_blocks = np.arange(blocks)
@@ -111,20 +112,22 @@ def table_of(found, which, resamples=4000):
             of_seeds = random.integers(seeds, size=seeds)
             of_blocks = random.integers(blocks, size=blocks)
         lead = leads[of_seeds][:, :, of_blocks].sum(2).mean(0)  # (classes,)
-        shares.append(lead / lead.sum())
-        means.append(lead / counts[:, of_blocks].sum(1))
+        found.append(lead / lead.sum())
+    least, most = np.percentile(found[1:], [2.5, 97.5], axis=0)
+    return list(zip(found[0], least, most))
+
+
+def table_of(found, resamples=4000):
+    """A line for each class: its share of the bytes, and of the leads on softmax."""
+    counts = np.array(found["counts"]).sum(1)  # of each class
     table = []
-    for number, name in enumerate(found["names"]):
-        share = np.array(shares)[:, number]
-        mean = np.array(means)[:, number]
-        low, high = np.percentile(share[1:], [2.5, 97.5])
-        least, most = np.percentile(mean[1:], [2.5, 97.5])
-        table.append({
-            "longest earlier match, and its prediction": name,
-            "bytes, %": f"{100 * counts[number].sum() / counts.sum():.1f}",
-            "of the lead, %": f"{100 * share[0]:.0f} ({100 * low:.0f} to {100 * high:.0f})",
-            f"{which} − softmax on such a byte": f"{mean[0]:+.4f} ({least:+.4f} to {most:+.4f})",
-        })
+    for name, share in zip(found["names"], counts / counts.sum()):
+        table.append({"longest earlier match": name, "of all bytes, %": f"{100 * share:.1f}"})
+    for which, title in TITLES.items():
+        shares = shares_of(np.array(found["leads"][which]), resamples)
+        for line, share in zip(table, shares):
+            percent, least, most = (f"{100 * x:.0f}" for x in share)
+            line[title] = f"{percent} ({least} to {most})"
     return table
 
 
@@ -137,7 +140,7 @@ def main(argv=None):
     if args.folder:
         data.write_text(json.dumps(measure(args.folder)))
     found = json.loads(data.read_text())
-    renew(RESULTS / "minus.md", {which: markdown(table_of(found, which)) for which in PAIRS})
+    renew(RESULTS / "minus.md", {"matches": markdown(table_of(found))})
 
 
 if __name__ == "__main__":

@@ -19,19 +19,25 @@ from lab.start import (
 )
 from lab.stats import RESULTS
 
-STD = {"1": 1.0, "0.05": None}
-# the contrasts: a row less another one
-CONTRASTS = {
-    "(a) diff − softmax": ("diff", "softmax"),
-    "(b) diff − softmax, norm": ("diff", "softmax, norm"),
-    "(c) diff − 2 heads, norm, factor": ("diff", "2 heads, norm, factor"),
-    "(d) diff, no norm − 2 heads": ("diff, no norm", "2 heads"),
-    "softmax, norm − softmax": ("softmax, norm", "softmax"),
-    "2 heads − softmax": ("2 heads", "softmax"),
-    "diff, no norm − softmax": ("diff, no norm", "softmax"),
-    "diff − diff, no norm": ("diff", "diff, no norm"),
-    "diff_v2 − softmax": ("diff_v2", "softmax"),
+STD = {"std 1": 1.0, "std 0.05": None}  # the embedding's, at its start
+LOW = 5e-4  # an eighth of the rate that softmax, softmax with the norm and diff chose
+# the contrasts: a row less another one. First the answer of the page
+ANSWER = [("diff", "softmax"), ("diff", "softmax, norm")]
+ANSWER_AT_LOW = [("diff", "softmax"), ("softmax, norm", "softmax")]
+# then what each part does, alone or with others
+PARTS = {
+    "the second map": ("diff", "2 heads, norm, factor"),
+    "the second map, without norm": ("diff, no norm", "2 heads"),
+    "the second map, with a small factor": ("diff, λ_init 0.8", "2 heads, norm, factor 0.2"),
+    "the norm, in softmax": ("softmax, norm", "softmax"),
+    "the norm and its factor, in `diff`": ("diff", "diff, no norm"),
+    "half the heads": ("2 heads", "softmax"),
+    "all of `diff` but the norm": ("diff, no norm", "softmax"),
+    "`diff` with a small factor": ("diff, λ_init 0.8", "softmax"),
+    "the second version": ("diff_v2", "softmax"),
 }
+# then one rate for both
+AT_RATES = [("diff", "softmax"), ("diff", "softmax, norm"), ("softmax, norm", "softmax")]
 # and with a tied output layer
 SIGNS = [
     ("diff_v2", "softmax"), ("diff_v2, plus", "softmax"), ("two gates", "softmax"),
@@ -77,19 +83,48 @@ def difference(a, b, digits=3):
     return stats.plus_minus(*stats.difference(list(a.values()), list(b.values())), digits)
 
 
-def table_of(data):
-    """The contrasts at both starts, at each arm's own rate, and at each rate of the grid."""
+def contrast(data, rows, std, lr=None, digits=3):
+    """(difference, n) of two rows: at a rate for both, or each at its own. ("", 0) if not run."""
+    cells = [Cell(row, "own") for row in rows]
+    if lr is None:
+        pair = [data.reported(cell, std)[1] for cell in cells]
+    else:
+        pair = [data.at(cell, std, lr) for cell in cells]
+    n = min(map(len, pair))
+    return (difference(*pair, digits), n) if n >= len(FEW) else ("", 0)
+
+
+def table_of_answer(data):
+    """The first table of the page."""
     table = []
-    for start, std in STD.items():
-        for name, rows in CONTRASTS.items():
-            cells = [Cell(row, "own") for row in rows]
-            pair = [data.reported(cell, std)[1] for cell in cells]
-            line = {"s": start, "contrast": name, "n": min(map(len, pair))}
-            line["own rates"] = difference(*pair)
-            for lr in RATES:
-                few = [data.at(cell, std, lr) for cell in cells]
-                has_all = all(set(losses) == set(FEW) for losses in few)
-                line[f"{lr:g}"] = difference(*few, digits=2) if has_all else ""
+    for lr, contrasts in (None, ANSWER), (LOW, ANSWER_AT_LOW):
+        for rows in contrasts:
+            found = {name: contrast(data, rows, std, lr) for name, std in STD.items()}
+            line = {"rate": f"{lr:g} for both" if lr else "each its own"}
+            line["difference"] = " − ".join(NAMES[row] for row in rows)
+            line |= {name: difference for name, (difference, _) in found.items()}
+            table.append(line | {"n": min(n for _, n in found.values())})
+    return table
+
+
+def table_of_parts(data):
+    """What each part does, each row at its own rate."""
+    table = []
+    for part, rows in PARTS.items():
+        found = {name: contrast(data, rows, std) for name, std in STD.items()}
+        line = {"what is asked": part, "difference": " − ".join(rows)}
+        line |= {name: difference for name, (difference, _) in found.items()}
+        table.append(line | {"n": max(n for _, n in found.values())})
+    return table
+
+
+def table_of_rates(data):
+    """What one would see who tried one rate."""
+    table = []
+    for name, std in STD.items():
+        for rows in AT_RATES:
+            line = {"start": name, "difference": " − ".join(rows)}
+            line |= {f"{lr:g}": contrast(data, rows, std, lr, digits=2)[0] for lr in RATES}
             table.append(line)
     return table
 
@@ -100,8 +135,8 @@ def table_of_signs(data):
     for rows in SIGNS:
         (rate, losses), (base_rate, base) = [data.reported(Cell(row, "tied"), None) for row in rows]
         table.append({
-            "contrast": " − ".join(rows), "n": min(len(losses), len(base)),
-            "rates": f"{rate:g}, {base_rate:g}", "difference": difference(losses, base),
+            "difference": " − ".join(rows), "val loss": difference(losses, base),
+            "n": min(len(losses), len(base)), "their rates": f"{rate:g} and {base_rate:g}",
         })
     return table
 
@@ -116,7 +151,7 @@ def draw_rates(data, path):
             ax.plot(RATES, means, color=COLORS[row], linewidth=3, label=NAMES[row])
             for lr, losses in zip(RATES, found):
                 ax.plot([lr] * len(losses), losses, "o", color=COLORS[row], alpha=0.4)
-        ax.set(xscale="log", title=f"embedding's std {name}", ylim=(1.47, 2.15))
+        ax.set(xscale="log", title=f"embedding's {name}", ylim=(1.47, 2.15))
         ax.set_xticks([5e-4, 2e-3, 8e-3], ["0.0005", "0.002", "0.008"], minor=False)
         ax.set_xticks([], minor=True)
         ax.set_xlabel("learning rate")
@@ -171,7 +206,7 @@ def draw_stream(stream, path):
                 row = look["row"]
                 ax.plot(range(1, 5), look["shares"], "-" if is_first else ":", marker="o",
                         color=COLORS[row], linewidth=3, label=NAMES[row] if is_first else None)
-        ax.set(yscale="log", ylim=(0.02, 30), title=f"embedding's std {name}", xlabel="layer")
+        ax.set(yscale="log", ylim=(0.02, 30), title=f"embedding's {name}", xlabel="layer")
         ax.set_xticks(range(1, 5))
         ticks = [3, 10, 30, 100, 300, 1000]
         ax.set_yticks([tick / 100 for tick in ticks], [f"{tick} %" for tick in ticks])
@@ -210,7 +245,9 @@ def main(argv=None):
         about["stream"] = measure_stream(data)
     if verb is not None:
         stats.write_json(file, about, runs)
-    stats.renew(RESULTS / "start.md", {"contrasts": stats.markdown(table_of(data))})
+    tables = {"answer": table_of_answer, "parts": table_of_parts, "rates": table_of_rates}
+    tables = {name: stats.markdown(table_of(data)) for name, table_of in tables.items()}
+    stats.renew(RESULTS / "start.md", tables)
     stats.renew(RESULTS / "minus.md", {"sign": stats.markdown(table_of_signs(data))})
     draw_rates(data, RESULTS / "start-rates.png")
     if "stream" in about:

@@ -103,10 +103,11 @@ def markdown(rows):
 def renew(page, parts):
     """Write parts of a page anew, {name: text}: what stands from <!-- name --> to <!-- end -->.
 
-    ValueError if the page has no such place for one of them.
+    Numbers get the minus that prose has. ValueError if the page has no place for one of the parts.
     """
     text = page.read_text(encoding="utf-8")
     for name, part in parts.items():
+        part = re.sub(r"(?<!\w)-(?=\d)", "−", part)
         place = rf"(?<=<!-- {name} -->\n).*?(?=<!-- end -->)"
         text, count = re.subn(place, lambda _: f"{part}\n", text, count=1, flags=re.DOTALL)
         if count == 0:
