@@ -89,6 +89,17 @@ COMPARISONS = [
     ("diff_linear + decay", "linear + decay", FEW),
 ]
 
+# those of the first table of the page
+ANSWER = [
+    ("diff", "softmax"),
+    ("diff, norm from 0.2", "softmax"),
+    ("softmax minus average", "softmax"),
+    ("diff_v2", "softmax"),
+    ("gate", "softmax"),
+    ("linear", "softmax"),
+    ("linear + decay", "softmax + decay"),
+]
+
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 CHOOSE_ON = range(1, 3)  # the seeds on which a row's rate is chosen
 
@@ -144,12 +155,13 @@ def compared(runs):
             yield row, base, a, b
 
 
-def table_of(runs):
-    """A line for each comparison. The differences are by Welch's t."""
+def table_of(runs, wanted=None):
+    """A line for each comparison, or for those that are wanted. Differences are by Welch's t."""
     table = []
     for row, base, a, b in compared(runs):
-        difference = stats.plus_minus(*stats.difference(a, b))
-        table.append({"row": row, "less": base, "difference": difference, "n": len(a)})
+        if wanted is None or (row, base) in wanted:
+            difference = stats.plus_minus(*stats.difference(a, b))
+            table.append({"row": row, "less": base, "difference": difference, "n": len(a)})
     return table
 
 
@@ -208,7 +220,8 @@ def main(argv=None):
     if p.parse_args(argv).verb:
         out = stats.RESULTS
         _, runs = stats.read_json(out / "text.json")
-        stats.renew(out / "text.md", {"comparisons": report(runs)})
+        answer = stats.markdown(table_of(runs, ANSWER))
+        stats.renew(out / "text.md", {"answer": answer, "comparisons": report(runs)})
     else:
         out = Path("out/text")
         runs = [run for row in ROWS for run in train_row(row, out)]
