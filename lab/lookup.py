@@ -303,14 +303,24 @@ def percent(found):
     return f"{mean:.1f}" if 0.05 <= mean < 0.95 or 99 < mean < 99.95 else f"{mean:.0f}"
 
 
+def answer_table(runs):
+    """The first table of the page: beside crowds of growing size."""
+    lines = []
+    for name in NAMES.values():
+        line = {"right, %, beside a crowd of": name}
+        line |= {m: percent(shares(runs, "own", m, row=name)) for m in ("4", "8", "16", "48")}
+        lines.append(line)
+    return markdown(lines)
+
+
 def crowd_table(runs):
     """Beside crowds, after training on texts of 64 pairs with a cap of 2."""
     lines = []
     for row in dict.fromkeys(run["row"] for run in runs if run["row"] not in ("", "lengths")):
-        line = {"right, %, beside a crowd of": row}
-        line |= {m: percent(shares(runs, "own", m, row=row)) for m in ("8", "16", "48")}
-        line["names the crowd (48)"] = percent(shares(runs, "own", "48", 1, row=row))
-        line["48, λ = 1"] = percent(shares(runs, "1", "48", row=row))
+        line = {"model": row}
+        line |= {f"right, % ({m})": percent(shares(runs, "own", m, row=row)) for m in ("16", "48")}
+        line["names the crowd, % (48)"] = percent(shares(runs, "own", "48", 1, row=row))
+        line["right with λ = 1, % (48)"] = percent(shares(runs, "1", "48", row=row))
         lines.append(line | {"seeds": len(shares(runs, "own", "48", row=row))})
     return markdown(lines)
 
@@ -332,7 +342,8 @@ def length_table(runs):
 def publish():
     """Writes the tables into the page, and draws its figures."""
     _, runs = read_json(RESULTS / "lookup.json")
-    renew(RESULTS / "lookup.md", {"crowds": crowd_table(runs), "lengths": length_table(runs)})
+    tables = {"answer": answer_table(runs), "crowds": crowd_table(runs)}
+    renew(RESULTS / "lookup.md", tables | {"lengths": length_table(runs)})
     draw(RESULTS, read_json(RESULTS / "lookup-shown.json")[1], runs)
 
 

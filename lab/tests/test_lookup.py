@@ -103,21 +103,22 @@ def span(numbers, digits=0):
 
 def test_the_page_says_what_the_data_say():
     page = (RESULTS / "lookup.md").read_text(encoding="utf-8")
-    assert lookup.crowd_table(RUNS) in page and lookup.length_table(RUNS) in page
+    for table_of in (lookup.answer_table, lookup.crowd_table, lookup.length_table):
+        assert table_of(RUNS) in page
     borders = []
     for tau, lr in zip(CAPS, (4.5e-3, 4.5e-3, 4.5e-3, 2e-3, 3e-3)):
         borders.append(span([border(run) for run in of(arm="softmax", tau=tau, lr=lr)], 1))
     four = sorted(run["own"]["16"][0] for run in of(arm="softmax", heads=4, lr=3e-3))
     said = [
-        "{}, {}, {}, {} and {} pairs that agree".format(*borders),
+        f"half of the answers are right beside | {' | '.join(borders)} |",
         f"three of five models are right in {span(four[2:])} % beside 16, and two never",
         f"by {ahead('+256', 'own', 2.0)[1:]} at cap 2",
     ]
     one_map = [percent(lengths("1", more, "softmax", 2.0)) for more in ("+256", "+1024")]
     said.append("(piloted): held, {} and {};".format(*one_map))
     for more in ("+256", "+1024"):
-        numbers = ", ".join(ahead(more, "1", tau) for tau in (*CAPS, None))
-        said.append(f"{int(more):,} more: {numbers}")
+        numbers = " | ".join(ahead(more, "1", tau) for tau in (*CAPS, None))
+        said.append(f"{int(more):,} more | {numbers} |")
         said.append(f"{ahead(f'{more} in 16 crowds', '1', 2.0)} beside {int(more):,}")
     for arm, place in zip(MINUS, ("difference", "average")):
         rows = [run for run in RUNS if run["row"] == "lengths" and run["tau"] is not None]
