@@ -13,7 +13,7 @@ from statistics import fmean
 import torch
 
 from data import load_sequences
-from lab import stats
+from lab import stats, text
 from lab.start import (
     CHOOSE_ON, CHOOSE_V2_ON, FEW, OUT, RATES, SHOWN, V2, Cell, load_text, train_one,
 )
@@ -28,12 +28,12 @@ ANSWER_AT_LOW = [("diff", "softmax"), ("softmax, norm", "softmax")]
 PARTS = {
     "the second map": ("diff", "2 heads, norm, factor"),
     "the second map, without norm": ("diff, no norm", "2 heads"),
-    "the second map, with a small factor": ("diff, λ_init 0.8", "2 heads, norm, factor 0.2"),
+    "the second map, with λ_init 0.8": ("diff, λ_init 0.8", "2 heads, norm, factor 0.2"),
     "the norm, in softmax": ("softmax, norm", "softmax"),
     "the norm and its factor, in `diff`": ("diff", "diff, no norm"),
     "half the heads": ("2 heads", "softmax"),
-    "all of `diff` but the norm": ("diff, no norm", "softmax"),
-    "`diff` with a small factor": ("diff, λ_init 0.8", "softmax"),
+    "all of `diff` but its norm": ("diff, no norm", "softmax"),
+    "all of `diff`, with λ_init 0.8": ("diff, λ_init 0.8", "softmax"),
     "the second version": ("diff_v2", "softmax"),
 }
 # then one rate for both
@@ -41,11 +41,20 @@ AT_RATES = [("diff", "softmax"), ("diff", "softmax, norm"), ("softmax, norm", "s
 # and with a tied output layer
 SIGNS = [
     ("diff_v2", "softmax"), ("diff_v2, plus", "softmax"), ("two gates", "softmax"),
-    ("diff_v2, plus", "diff_v2"), ("two gates", "diff_v2"),
+    ("diff_v2", "diff_v2, plus"), ("diff_v2", "two gates"),
 ]
 LOOKS = (0, 100, 500)  # steps at which the stream is looked at
 COLORS = {"softmax": "#0072B2", "softmax, norm": "#009E73", "diff": "#D55E00"}
-NAMES = {"softmax": "softmax", "softmax, norm": "softmax with diff's norm", "diff": "diff"}
+NAMES = {  # of rows, where they are not those of lab/start.py
+    "softmax, norm": "softmax with diff's norm",
+    "2 heads": "one map, half the heads",
+    "2 heads, norm, factor": "one map, half the heads, norm, factor",
+    "2 heads, norm, factor 0.2": "one map, half the heads, norm, factor 0.2",
+    "diff, no norm": "diff without its norm",
+    "diff, λ_init 0.8": "diff with λ_init 0.8",
+    "diff_v2, plus": "diff_v2 with a plus",
+    "two gates": "two gated maps",
+}
 
 
 class Data:
@@ -83,6 +92,10 @@ def difference(a, b, digits=3):
     return stats.plus_minus(*stats.difference(list(a.values()), list(b.values())), digits)
 
 
+def words(rows):
+    return " − ".join(NAMES.get(row, row) for row in rows)
+
+
 def contrast(data, rows, std, lr=None, digits=3):
     """(difference, n) of two rows: at a rate for both, or each at its own. ("", 0) if not run."""
     cells = [Cell(row, "own") for row in rows]
@@ -101,7 +114,7 @@ def table_of_answer(data):
         for rows in contrasts:
             found = {name: contrast(data, rows, std, lr) for name, std in STD.items()}
             line = {"rate": f"{lr:g} for both" if lr else "each its own"}
-            line["difference"] = " − ".join(NAMES[row] for row in rows)
+            line["difference"] = words(rows)
             line |= {name: difference for name, (difference, _) in found.items()}
             table.append(line | {"n": min(n for _, n in found.values())})
     return table
@@ -112,7 +125,7 @@ def table_of_parts(data):
     table = []
     for part, rows in PARTS.items():
         found = {name: contrast(data, rows, std) for name, std in STD.items()}
-        line = {"what is asked": part, "difference": " − ".join(rows)}
+        line = {"what is asked": part, "difference": words(rows)}
         line |= {name: difference for name, (difference, _) in found.items()}
         table.append(line | {"n": max(n for _, n in found.values())})
     return table
@@ -123,7 +136,7 @@ def table_of_rates(data):
     table = []
     for name, std in STD.items():
         for rows in AT_RATES:
-            line = {"start": name, "difference": " − ".join(rows)}
+            line = {"start": name, "difference": words(rows)}
             line |= {f"{lr:g}": contrast(data, rows, std, lr, digits=2)[0] for lr in RATES}
             table.append(line)
     return table
@@ -133,11 +146,15 @@ def table_of_signs(data):
     """diff_v2 and its variants with a tied output layer, each at its own rate."""
     table = []
     for rows in SIGNS:
-        (rate, losses), (base_rate, base) = [data.reported(Cell(row, "tied"), None) for row in rows]
-        table.append({
-            "difference": " − ".join(rows), "val loss": difference(losses, base),
-            "n": min(len(losses), len(base)), "their rates": f"{rate:g} and {base_rate:g}",
-        })
+        losses, base = [data.reported(Cell(row, "tied"), None)[1] for row in rows]
+        table.append({"difference": words(rows), "val loss": difference(losses, base),
+                      "n": min(len(losses), len(base))})
+    # where the rows of both are divided by their sum: from the runs of lab/text.py
+    _, runs = stats.read_json(RESULTS / "text.json")
+    minus, plus = "diff_v2, rows sum to 1", "a plus, rows sum to 1"
+    pair = [text.losses_of(runs, row, text.FEW) for row in (minus, plus)]
+    table.append({"difference": "diff_v2 − diff_v2 with a plus, if the rows of both sum to 1",
+                  "val loss": stats.plus_minus(*stats.difference(*pair)), "n": len(pair[0])})
     return table
 
 
@@ -148,7 +165,7 @@ def draw_rates(data, path):
         for row in SHOWN:
             found = [list(data.at(Cell(row, "own"), std, lr).values()) for lr in RATES]
             means = [fmean(losses) for losses in found]
-            ax.plot(RATES, means, color=COLORS[row], linewidth=3, label=NAMES[row])
+            ax.plot(RATES, means, color=COLORS[row], linewidth=3, label=NAMES.get(row, row))
             for lr, losses in zip(RATES, found):
                 ax.plot([lr] * len(losses), losses, "o", color=COLORS[row], alpha=0.4)
         ax.set(xscale="log", title=f"embedding's {name}", ylim=(1.47, 2.15))
@@ -204,8 +221,9 @@ def draw_stream(stream, path):
             if look["std"] == std and look["step"] in (LOOKS[0], LOOKS[-1]):
                 is_first = look["step"] == LOOKS[0]
                 row = look["row"]
+                label = NAMES.get(row, row) if is_first else None
                 ax.plot(range(1, 5), look["shares"], "-" if is_first else ":", marker="o",
-                        color=COLORS[row], linewidth=3, label=NAMES[row] if is_first else None)
+                        color=COLORS[row], linewidth=3, label=label)
         ax.set(yscale="log", ylim=(0.02, 30), title=f"embedding's {name}", xlabel="layer")
         ax.set_xticks(range(1, 5))
         ticks = [3, 10, 30, 100, 300, 1000]

@@ -2,7 +2,7 @@
 Does the difference of two maps gain on text? And what does it owe to its parts?
 
     python -m lab.text            # trains what is missing below out/text, many hours
-    python -m lab.text publish    # the tables and the figure of lab/results/text.json
+    python -m lab.text publish    # the tables and the figure of text.md and linear.md
 
 The question. The paper's form differs from softmax in four things at once: a second map with a
 minus, half as many heads, an output norm, and a factor behind the norm. Each comparison below
@@ -89,15 +89,13 @@ COMPARISONS = [
     ("diff_linear + decay", "linear + decay", FEW),
 ]
 
-# those of the first table of the page
+# those of the first table of text.md
 ANSWER = [
     ("diff", "softmax"),
     ("diff, norm from 0.2", "softmax"),
     ("softmax minus average", "softmax"),
     ("diff_v2", "softmax"),
     ("gate", "softmax"),
-    ("linear", "softmax"),
-    ("linear + decay", "softmax + decay"),
 ]
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
@@ -155,11 +153,19 @@ def compared(runs):
             yield row, base, a, b
 
 
-def table_of(runs, wanted=None):
-    """A line for each comparison, or for those that are wanted. Differences are by Welch's t."""
+def is_linear(row):
+    """Is it on the page linear.md?"""
+    return row.startswith(("linear", "diff_linear"))
+
+
+def table_of(runs, wanted):
+    """A line for each comparison that is wanted. wanted: a function of a row and its base.
+
+    The differences are by Welch's t.
+    """
     table = []
     for row, base, a, b in compared(runs):
-        if wanted is None or (row, base) in wanted:
+        if wanted(row, base):
             difference = stats.plus_minus(*stats.difference(a, b))
             table.append({"row": row, "less": base, "difference": difference, "n": len(a)})
     return table
@@ -172,8 +178,8 @@ def how_sure(runs):
     for level in (0.95, 1 - 0.05 / len(pairs)):
         found = [stats.difference(a, b, level) for a, b in pairs]
         clear.append(sum(abs(mean) > half for mean, half in found))
-    return (f"Of {len(pairs)} differences {clear[0]} exclude 0, and {clear[1]} if corrected for "
-            "their number (Bonferroni).")
+    return (f"Of the {len(pairs)} differences on both pages {clear[0]} exclude 0, and {clear[1]} if "
+            "corrected for their number (Bonferroni).")
 
 
 def lambdas_of(runs):
@@ -189,28 +195,40 @@ def lambdas_of(runs):
     return table
 
 
-def report(runs):
-    """The part of the page that is made of the runs."""
-    return (f"{stats.markdown(table_of(runs))}\n\n{how_sure(runs)}\n\n"
-            f"{stats.markdown(lambdas_of(runs))}")
+def parts_of(runs):
+    """{page: {name of a part: its text}}: what is made of the runs."""
+    lambdas = lambdas_of(runs)
+    tables = {
+        "answer": table_of(runs, lambda row, base: (row, base) in ANSWER),
+        "comparisons": table_of(runs, lambda row, base: not is_linear(row)),
+        "lambdas": [line for line in lambdas if not is_linear(line["row"])],
+    }
+    tables_of_linear = {
+        "comparisons": table_of(runs, lambda row, base: is_linear(row)),
+        "lambdas": [line for line in lambdas if is_linear(line["row"])],
+    }
+    return {"text.md": as_markdown(tables) | {"sure": how_sure(runs)},
+            "linear.md": as_markdown(tables_of_linear)}
+
+
+def as_markdown(tables):
+    return {name: stats.markdown(table) for name, table in tables.items() if table}
 
 
 def draw(runs, path):
-    figure, axes = stats.new_figure(rows=2, width=9, height=10)
-    for ax, base in zip(axes, ("softmax", "linear")):
-        # without linear itself, which is too far from softmax
-        shown = [found for found in compared(runs) if found[1] == base and found[0] != "linear"]
-        for height, (row, _, a, b) in enumerate(shown):
-            arm = row.replace(",", " ").split()[0]
-            dots = [loss - statistics.fmean(b) for loss in a]
-            ax.plot(dots, [height] * len(a), "o", color=stats.COLORS[arm], alpha=0.4)
-            mean, half = stats.difference(a, b)
-            ax.errorbar(mean, height, xerr=half, fmt="|", color="black", markersize=14, capsize=4)
-        ax.axvline(0, color="black", linewidth=1)
-        ax.set_yticks(range(len(shown)), [f"{row} ({len(a)})" for row, _, a, _ in shown])
-        ax.invert_yaxis()  # the first row above
-        ax.grid(axis="y", visible=False)
-        ax.set_xlabel(f"val loss less that of {base}")
+    figure, (ax,) = stats.new_figure(width=9, height=5)
+    shown = [found for found in compared(runs) if found[:2] in ANSWER]
+    for height, (row, base, a, b) in enumerate(shown):
+        dots = [loss - statistics.fmean(b) for loss in a]
+        color = stats.COLORS[row.replace(",", " ").split()[0]]
+        ax.plot(dots, [height] * len(a), "o", color=color, alpha=0.4)
+        mean, half = stats.difference(a, b)
+        ax.errorbar(mean, height, xerr=half, fmt="|", color="black", markersize=14, capsize=4)
+    ax.axvline(0, color="black", linewidth=1)
+    ax.set_yticks(range(len(shown)), [f"{row} ({len(a)})" for row, _, a, _ in shown])
+    ax.invert_yaxis()  # the first row above
+    ax.grid(axis="y", visible=False)
+    ax.set_xlabel("val loss less that of softmax")
     figure.savefig(path)
 
 
@@ -220,13 +238,15 @@ def main(argv=None):
     if p.parse_args(argv).verb:
         out = stats.RESULTS
         _, runs = stats.read_json(out / "text.json")
-        answer = stats.markdown(table_of(runs, ANSWER))
-        stats.renew(out / "text.md", {"answer": answer, "comparisons": report(runs)})
+        for page, parts in parts_of(runs).items():
+            stats.renew(out / page, parts)
     else:
         out = Path("out/text")
         runs = [run for row in ROWS for run in train_row(row, out)]
         stats.write_json(out / "text.json", dict(flags=FLAGS, rows=ROWS), runs)
-        print(f"{report(runs)}\n-> {out / 'text.json'}")
+        for parts in parts_of(runs).values():
+            print("\n\n".join(parts.values()))
+        print(f"-> {out / 'text.json'}")
     draw(runs, out / "text.png")
     print(f"-> {out / 'text.png'}")
 

@@ -115,7 +115,7 @@ def test_the_page_says_what_the_data_say():
         f"by {ahead('+256', 'own', 2.0)[1:]} at cap 2",
     ]
     one_map = [percent(lengths("1", more, "softmax", 2.0)) for more in ("+256", "+1024")]
-    said.append("(piloted): held, {} and {};".format(*one_map))
+    said.append("(piloted) | held, {} and {} |".format(*one_map))
     for more in ("+256", "+1024"):
         numbers = " | ".join(ahead(more, "1", tau) for tau in (*CAPS, None))
         said.append(f"{int(more):,} more | {numbers} |")
