@@ -96,15 +96,18 @@ def words(rows):
     return " − ".join(NAMES.get(row, row) for row in rows)
 
 
-def contrast(data, rows, std, lr=None, digits=3):
-    """(difference, n) of two rows: at a rate for both, or each at its own. ("", 0) if not run."""
-    cells = [Cell(row, "own") for row in rows]
+def contrast(data, rows, std, lr=None, digits=3, **kind):
+    """(difference, n) of two rows: at a rate for both, or each at its own. ("", 0) if not run.
+
+    kind: text, steps and size of a Cell, where they are not those of the toy.
+    """
+    cells = [Cell(row, "own", **kind) for row in rows]
     if lr is None:
         pair = [data.reported(cell, std)[1] for cell in cells]
     else:
         pair = [data.at(cell, std, lr) for cell in cells]
     n = min(map(len, pair))
-    return (difference(*pair, digits), n) if n >= len(FEW) else ("", 0)
+    return (difference(*pair, digits), n) if n >= 3 else ("", 0)
 
 
 def table_of_answer(data):
@@ -128,6 +131,17 @@ def table_of_parts(data):
         line = {"what is asked": part, "difference": words(rows)}
         line |= {name: difference for name, (difference, _) in found.items()}
         table.append(line | {"n": max(n for _, n in found.values())})
+    return table
+
+
+def table_of_length(data):
+    """At std 1, each row at its own rate: the toy, and four times as many steps on new text."""
+    table = []
+    for rows in AT_RATES:
+        short, _ = contrast(data, rows, 1.0)
+        long, n = contrast(data, rows, 1.0, text="stdlib", steps=2000)
+        table.append({"difference": words(rows), "500 steps, n = 20": short,
+                      f"2,000 steps, n = {n}": long})
     return table
 
 

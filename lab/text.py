@@ -178,7 +178,7 @@ def how_sure(runs):
     for level in (0.95, 1 - 0.05 / len(pairs)):
         found = [stats.difference(a, b, level) for a, b in pairs]
         clear.append(sum(abs(mean) > half for mean, half in found))
-    return (f"Of the {len(pairs)} differences on both pages {clear[0]} exclude 0, and {clear[1]} if "
+    return (f"Of the {len(pairs)} differences here and on linear.md {clear[0]} exclude 0, and {clear[1]} if "
             "corrected for their number (Bonferroni).")
 
 

@@ -112,7 +112,7 @@ def test_the_page_says_what_the_data_say():
     said = [
         f"half of the answers are right beside | {' | '.join(borders)} |",
         f"three of five models are right in {span(four[2:])} % beside 16, and two never",
-        f"by {ahead('+256', 'own', 2.0)[1:]} at cap 2",
+        f"by {ahead('+256', 'own', 2.0)[1:]} points at cap 2",
     ]
     one_map = [percent(lengths("1", more, "softmax", 2.0)) for more in ("+256", "+1024")]
     said.append("(piloted) | held, {} and {} |".format(*one_map))
@@ -120,10 +120,10 @@ def test_the_page_says_what_the_data_say():
         numbers = " | ".join(ahead(more, "1", tau) for tau in (*CAPS, None))
         said.append(f"{int(more):,} more | {numbers} |")
         said.append(f"{ahead(f'{more} in 16 crowds', '1', 2.0)} beside {int(more):,}")
-    for arm, place in zip(MINUS, ("difference", "average")):
+    for arm in MINUS:
         rows = [run for run in RUNS if run["row"] == "lengths" and run["tau"] is not None]
         learned = [run["lambda"] for run in rows if run["arm"] == arm]
-        said.append(f"{span(learned, 2)} in the {place}")
+        said.append(f"({span(learned, 2)}")
     text = " ".join(page.split())
     assert [sentence for sentence in said if sentence not in text] == []
     assert four[:2] == [0, 0] and max(lengths("own", "+1024", "diff", 2.5, kind=1)) < 0.05
