@@ -29,12 +29,14 @@ PARTS = {
     "the second map": ("diff", "2 heads, norm, factor"),
     "the second map, without norm": ("diff, no norm", "2 heads"),
     "the second map, with λ_init 0.8": ("diff, λ_init 0.8", "2 heads, norm, factor 0.2"),
+    "half the heads": ("2 heads", "softmax"),
     "the norm, in softmax": ("softmax, norm", "softmax"),
     "the norm and its factor, in `diff`": ("diff", "diff, no norm"),
-    "half the heads": ("2 heads", "softmax"),
-    "all of `diff` but its norm": ("diff, no norm", "softmax"),
-    "all of `diff`, with λ_init 0.8": ("diff, λ_init 0.8", "softmax"),
+    "a norm with a small factor": ("2 heads, norm, factor 0.2", "softmax"),
+    "`diff` without its norm": ("diff, no norm", "softmax"),
+    "`diff` with λ_init 0.8": ("diff, λ_init 0.8", "softmax"),
     "the second version": ("diff_v2", "softmax"),
+    "the second version, beside a small factor": ("diff_v2", "2 heads, norm, factor 0.2"),
 }
 # then one rate for both
 AT_RATES = [("diff", "softmax"), ("diff", "softmax, norm"), ("softmax, norm", "softmax")]
