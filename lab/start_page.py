@@ -33,6 +33,7 @@ PARTS = {
     "the norm, in softmax": ("softmax, norm", "softmax"),
     "the norm and its factor, in `diff`": ("diff", "diff, no norm"),
     "a norm with a small factor": ("2 heads, norm, factor 0.2", "softmax"),
+    "the factor alone": ("2 heads, norm, factor 0.2", "2 heads, norm, factor"),
     "`diff` without its norm": ("diff, no norm", "softmax"),
     "`diff` with λ_init 0.8": ("diff, λ_init 0.8", "softmax"),
     "the second version": ("diff_v2", "softmax"),
@@ -134,6 +135,17 @@ def table_of_parts(data):
         line |= {name: difference for name, (difference, _) in found.items()}
         table.append(line | {"n": max(n for _, n in found.values())})
     return table
+
+
+def how_sure(data):
+    """How many of the differences at own rates exclude 0."""
+    pairs = []
+    for std in STD.values():
+        for rows in [*ANSWER, *PARTS.values()]:
+            losses = [data.reported(Cell(row, "own"), std)[1] for row in rows]
+            if min(map(len, losses)) >= 3:
+                pairs.append([list(found.values()) for found in losses])
+    return stats.how_many_exclude_0(pairs)
 
 
 def table_of_length(data):
@@ -281,7 +293,7 @@ def main(argv=None):
         stats.write_json(file, about, runs)
     tables = {"answer": table_of_answer, "parts": table_of_parts, "rates": table_of_rates}
     tables = {name: stats.markdown(table_of(data)) for name, table_of in tables.items()}
-    stats.renew(RESULTS / "start.md", tables)
+    stats.renew(RESULTS / "start.md", tables | {"sure": how_sure(data)})
     stats.renew(RESULTS / "minus.md", {"sign": stats.markdown(table_of_signs(data))})
     draw_rates(data, RESULTS / "start-rates.png")
     if "stream" in about:

@@ -86,6 +86,8 @@ COMPARISONS = [
     ("linear + decay", "linear", FEW),
     ("linear, one head of span 4", "linear", FEW),
     ("linear + decay", "softmax + decay", FEW),
+    ("linear + decay", "softmax", FEW),
+    ("softmax + decay", "softmax", FEW),
     ("diff_linear + decay", "linear + decay", FEW),
 ]
 
@@ -96,6 +98,15 @@ ANSWER = [
     ("softmax minus average", "softmax"),
     ("diff_v2", "softmax"),
     ("gate", "softmax"),
+]
+
+# and those on the paper's form
+FORM = [
+    ("diff", "softmax, 2 heads, norm, factor"),
+    ("diff", "softmax, 2 heads, norm"),
+    ("diff, no norm", "softmax, 2 heads"),
+    ("diff", "diff, no norm"),
+    ("diff, norm from 0.2", "softmax, 2 heads, norm from 0.2"),
 ]
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
@@ -155,7 +166,7 @@ def compared(runs):
 
 def is_linear(row):
     """Is it on the page linear.md?"""
-    return row.startswith(("linear", "diff_linear"))
+    return row.startswith(("linear", "diff_linear")) or row.endswith("decay")
 
 
 def table_of(runs, wanted):
@@ -169,17 +180,6 @@ def table_of(runs, wanted):
             difference = stats.plus_minus(*stats.difference(a, b))
             table.append({"row": row, "less": base, "difference": difference, "n": len(a)})
     return table
-
-
-def how_sure(runs):
-    """A sentence: how many intervals exclude 0, as they are and by Bonferroni."""
-    pairs = [(a, b) for _, _, a, b in compared(runs)]
-    clear = []
-    for level in (0.95, 1 - 0.05 / len(pairs)):
-        found = [stats.difference(a, b, level) for a, b in pairs]
-        clear.append(sum(abs(mean) > half for mean, half in found))
-    return (f"Of the {len(pairs)} differences here and on linear.md {clear[0]} exclude 0, and {clear[1]} if "
-            "corrected for their number (Bonferroni).")
 
 
 def lambdas_of(runs):
@@ -200,6 +200,7 @@ def parts_of(runs):
     lambdas = lambdas_of(runs)
     tables = {
         "answer": table_of(runs, lambda row, base: (row, base) in ANSWER),
+        "form": table_of(runs, lambda row, base: (row, base) in FORM),
         "comparisons": table_of(runs, lambda row, base: not is_linear(row)),
         "lambdas": [line for line in lambdas if not is_linear(line["row"])],
     }
@@ -207,7 +208,8 @@ def parts_of(runs):
         "comparisons": table_of(runs, lambda row, base: is_linear(row)),
         "lambdas": [line for line in lambdas if is_linear(line["row"])],
     }
-    return {"text.md": as_markdown(tables) | {"sure": how_sure(runs)},
+    pairs = [(a, b) for _, _, a, b in compared(runs)]  # those of both pages
+    return {"text.md": as_markdown(tables) | {"sure": stats.how_many_exclude_0(pairs)},
             "linear.md": as_markdown(tables_of_linear)}
 
 

@@ -56,7 +56,6 @@ def test_the_page_has_the_table_and_the_numbers_of_its_json():
              for r in runs if r["purpose"] == "again"}
     assert abs(again["diff_v2"]) < 1e-6
     for number in [
-        f"norm and factor: {less('diff', 'softmax, 2 heads, norm, factor')}.",
         f"V2 is {less('softmax, addresses', 'diff_v2, addresses', text.ADDRESSES)} ahead",
         f"costs `diff` {less('diff, norm from 0.2', 'diff, no norm')}",
         f"than without, by {less('softmax, 2 heads, norm', 'softmax, 2 heads, norm, factor')}",
