@@ -24,20 +24,22 @@ LOW = 5e-4  # an eighth of the rate that softmax, softmax with the norm and diff
 # the contrasts: a row less another one. First the answer of the page
 ANSWER = [("diff", "softmax"), ("diff", "softmax, norm")]
 ANSWER_AT_LOW = [("diff", "softmax"), ("softmax, norm", "softmax")]
-# then what each part does, alone or with others
+# then what the second map does beside one map of its shape, and what all else does
+SECOND_MAP = {
+    "with norm and factor": ("diff", "2 heads, norm, factor"),
+    "without norm": ("diff, no norm", "2 heads"),
+    "with norm and factor 0.2": ("diff, λ_init 0.8", "2 heads, norm, factor 0.2"),
+}
 PARTS = {
-    "the second map": ("diff", "2 heads, norm, factor"),
-    "the second map, without norm": ("diff, no norm", "2 heads"),
-    "the second map, with λ_init 0.8": ("diff, λ_init 0.8", "2 heads, norm, factor 0.2"),
     "half the heads": ("2 heads", "softmax"),
     "the norm, in softmax": ("softmax, norm", "softmax"),
     "the norm and its factor, in `diff`": ("diff", "diff, no norm"),
-    "a norm with a small factor": ("2 heads, norm, factor 0.2", "softmax"),
-    "the factor alone": ("2 heads, norm, factor 0.2", "2 heads, norm, factor"),
+    "a factor of 0.2": ("2 heads, norm, factor 0.2", "2 heads, norm, factor"),
+    "half the heads, norm and factor 0.2": ("2 heads, norm, factor 0.2", "softmax"),
     "`diff` without its norm": ("diff, no norm", "softmax"),
     "`diff` with λ_init 0.8": ("diff, λ_init 0.8", "softmax"),
     "the second version": ("diff_v2", "softmax"),
-    "the second version, beside a small factor": ("diff_v2", "2 heads, norm, factor 0.2"),
+    "the same, beside the factor 0.2": ("diff_v2", "2 heads, norm, factor 0.2"),
 }
 # then one rate for both
 AT_RATES = [("diff", "softmax"), ("diff", "softmax, norm"), ("softmax, norm", "softmax")]
@@ -126,12 +128,12 @@ def table_of_answer(data):
     return table
 
 
-def table_of_parts(data):
-    """What each part does, each row at its own rate."""
+def table_of_parts(data, parts):
+    """What each of the parts does, each row at its own rate."""
     table = []
-    for part, rows in PARTS.items():
+    for part, rows in parts.items():
         found = {name: contrast(data, rows, std) for name, std in STD.items()}
-        line = {"what is asked": part, "difference": words(rows)}
+        line = {"part": part, "difference": words(rows)}
         line |= {name: difference for name, (difference, _) in found.items()}
         table.append(line | {"n": max(n for _, n in found.values())})
     return table
@@ -141,7 +143,7 @@ def how_sure(data):
     """How many of the differences at own rates exclude 0."""
     pairs = []
     for std in STD.values():
-        for rows in [*ANSWER, *PARTS.values()]:
+        for rows in [*ANSWER, *SECOND_MAP.values(), *PARTS.values()]:
             losses = [data.reported(Cell(row, "own"), std)[1] for row in rows]
             if min(map(len, losses)) >= 3:
                 pairs.append([list(found.values()) for found in losses])
@@ -184,6 +186,18 @@ def table_of_signs(data):
     table.append({"difference": "diff_v2 − diff_v2 with a plus, if the rows of both sum to 1",
                   "val loss": stats.plus_minus(*stats.difference(*pair)), "n": len(pair[0])})
     return table
+
+
+def parts_of(data):
+    """{name: text} of the parts of start.md that are made of the runs."""
+    tables = {
+        "answer": table_of_answer(data),
+        "second map": table_of_parts(data, SECOND_MAP),
+        "parts": table_of_parts(data, PARTS),
+        "rates": table_of_rates(data),
+    }
+    return {name: stats.markdown(table) for name, table in tables.items()} | {
+        "sure": how_sure(data)}
 
 
 def draw_rates(data, path):
@@ -291,9 +305,7 @@ def main(argv=None):
         about["stream"] = measure_stream(data)
     if verb is not None:
         stats.write_json(file, about, runs)
-    tables = {"answer": table_of_answer, "parts": table_of_parts, "rates": table_of_rates}
-    tables = {name: stats.markdown(table_of(data)) for name, table_of in tables.items()}
-    stats.renew(RESULTS / "start.md", tables | {"sure": how_sure(data)})
+    stats.renew(RESULTS / "start.md", parts_of(data))
     stats.renew(RESULTS / "minus.md", {"sign": stats.markdown(table_of_signs(data))})
     draw_rates(data, RESULTS / "start-rates.png")
     if "stream" in about:
