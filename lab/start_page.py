@@ -35,10 +35,10 @@ PARTS = {
     "the norm, in softmax": ("softmax, norm", "softmax"),
     "the norm and its factor, in `diff`": ("diff", "diff, no norm"),
     "a factor of 0.2": ("2 heads, norm, factor 0.2", "2 heads, norm, factor"),
-    "half the heads, norm and factor 0.2": ("2 heads, norm, factor 0.2", "softmax"),
+    "half the heads, norm and factor 0.2": ("2 heads, norm, factor 0.2", "softmax, on a CPU"),
     "`diff` without its norm": ("diff, no norm", "softmax"),
-    "`diff` with λ_init 0.8": ("diff, λ_init 0.8", "softmax"),
-    "the second version": ("diff_v2", "softmax"),
+    "`diff` with λ_init 0.8": ("diff, λ_init 0.8", "softmax, on a CPU"),
+    "the second version": ("diff_v2", "softmax, on a CPU"),
     "the same, beside the factor 0.2": ("diff_v2", "2 heads, norm, factor 0.2"),
 }
 # then one rate for both
@@ -88,7 +88,10 @@ class Data:
             tried = [losses[seed] for seed in chosen_on if seed in losses]
             if tried:
                 mean[rate] = fmean(tried)
-        rate = min(mean, key=mean.get)
+        if mean:
+            rate = min(mean, key=mean.get)
+        else:
+            (rate,) = rates  # of "softmax, on a CPU": it has the rate that was chosen on a GPU
         return rate, {seed: x for seed, x in rates[rate].items() if seed not in chosen_on}
 
 
