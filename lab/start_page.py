@@ -41,6 +41,8 @@ PARTS = {
     "the second version": ("diff_v2", "softmax, on a CPU"),
     "the same, beside the factor 0.2": ("diff_v2", "2 heads, norm, factor 0.2"),
 }
+CELLS = len(STD) * (len(ANSWER) + len(ANSWER_AT_LOW) + len(SECOND_MAP) + len(PARTS))
+CORRECTED = 1 - 0.05 / CELLS  # the level of an interval, by Bonferroni
 # then one rate for both
 AT_RATES = [("diff", "softmax"), ("diff", "softmax, norm"), ("softmax, norm", "softmax")]
 # and with a tied output layer
@@ -95,59 +97,55 @@ class Data:
         return rate, {seed: x for seed, x in rates[rate].items() if seed not in chosen_on}
 
 
-def difference(a, b, digits=3):
+def difference(a, b):
     """Of two {seed: loss}, like "0.016 ± 0.010"."""
-    return stats.plus_minus(*stats.difference(list(a.values()), list(b.values())), digits)
+    return stats.plus_minus(*stats.difference(list(a.values()), list(b.values())))
 
 
 def words(rows):
     return " − ".join(NAMES.get(row, row) for row in rows)
 
 
-def contrast(data, rows, std, lr=None, digits=3):
-    """(difference, n) of two rows: at a rate for both, or each at its own. ("", 0) if not run."""
+def losses_of(data, rows, std, lr=None):
+    """The losses of two rows: at a rate for both, or each at its own. None: too few were run."""
     cells = [Cell(row, "own") for row in rows]
     if lr is None:
-        pair = [data.reported(cell, std)[1] for cell in cells]
+        found = [data.reported(cell, std)[1] for cell in cells]
     else:
-        pair = [data.at(cell, std, lr) for cell in cells]
-    n = min(map(len, pair))
-    return (difference(*pair, digits), n) if n >= 3 else ("", 0)
+        found = [data.at(cell, std, lr) for cell in cells]
+    pair = [list(losses.values()) for losses in found]
+    return pair if min(map(len, pair)) >= len(FEW) else None
+
+
+def marked(pair):
+    """Their difference, bold if it excludes 0 when corrected for the number of cells."""
+    if pair is None:
+        return ""
+    text = stats.plus_minus(*stats.difference(*pair))
+    mean, half = stats.difference(*pair, CORRECTED)
+    return f"**{text}**" if abs(mean) > half else text
+
+
+def line_of(data, rows, lr=None):
+    """The cells of a line: the difference of two rows at both starts, and n."""
+    pairs = {name: losses_of(data, rows, std, lr) for name, std in STD.items()}
+    n = min(len(losses) for pair in pairs.values() if pair for losses in pair)
+    return {name: marked(pair) for name, pair in pairs.items()} | {"n": n}
 
 
 def table_of_answer(data):
     """The first table of the page."""
-    table = []
-    for lr, contrasts in (None, ANSWER), (LOW, ANSWER_AT_LOW):
-        for rows in contrasts:
-            found = {name: contrast(data, rows, std, lr) for name, std in STD.items()}
-            line = {"rate": f"{lr:g} for both" if lr else "each its own"}
-            line["difference"] = words(rows)
-            line |= {name: difference for name, (difference, _) in found.items()}
-            table.append(line | {"n": min(n for _, n in found.values())})
-    return table
+    own = [{"rate": "each its own", "difference": words(rows)} | line_of(data, rows)
+           for rows in ANSWER]
+    low = [{"rate": f"{LOW:g} for both", "difference": words(rows)} | line_of(data, rows, LOW)
+           for rows in ANSWER_AT_LOW]
+    return own + low
 
 
 def table_of_parts(data, parts):
     """What each of the parts does, each row at its own rate."""
-    table = []
-    for part, rows in parts.items():
-        found = {name: contrast(data, rows, std) for name, std in STD.items()}
-        line = {"part": part, "difference": words(rows)}
-        line |= {name: difference for name, (difference, _) in found.items()}
-        table.append(line | {"n": max(n for _, n in found.values())})
-    return table
-
-
-def how_sure(data):
-    """How many of the differences at own rates exclude 0."""
-    pairs = []
-    for std in STD.values():
-        for rows in [*ANSWER, *SECOND_MAP.values(), *PARTS.values()]:
-            losses = [data.reported(Cell(row, "own"), std)[1] for row in rows]
-            if min(map(len, losses)) >= 3:
-                pairs.append([list(found.values()) for found in losses])
-    return stats.how_many_exclude_0(pairs)
+    return [{"part": part, "difference": words(rows)} | line_of(data, rows)
+            for part, rows in parts.items()]
 
 
 def table_of_length(data):
@@ -173,7 +171,9 @@ def table_of_rates(data):
     for name, std in STD.items():
         for rows in AT_RATES:
             line = {"start": name, "difference": words(rows)}
-            line |= {f"{lr:g}": contrast(data, rows, std, lr, digits=2)[0] for lr in RATES}
+            for lr in RATES:
+                pair = losses_of(data, rows, std, lr)
+                line[f"{lr:g}"] = stats.plus_minus(*stats.difference(*pair), digits=2)
             table.append(line)
     return table
 
@@ -203,8 +203,7 @@ def parts_of(data):
         "length": table_of_length(data),
         "rates": table_of_rates(data),
     }
-    return {name: stats.markdown(table) for name, table in tables.items()} | {
-        "sure": how_sure(data)}
+    return {name: stats.markdown(table) for name, table in tables.items()}
 
 
 def draw_rates(data, path):

@@ -65,6 +65,8 @@ COMPARISONS = [
     # the norm and the factor
     ("diff", "diff, no norm", FEW),
     ("softmax, 2 heads, norm", "softmax, 2 heads", FEW),
+    ("softmax, 2 heads, norm, factor", "softmax, 2 heads, norm", FEW),
+    ("diff, norm from 0.2", "diff, no norm", FEW),
     ("diff, norm from 0.2", "softmax", FEW),
     ("diff, norm from 0.2", "softmax, 2 heads, norm from 0.2", FEW),
     # is any minus enough?
@@ -178,7 +180,8 @@ def table_of(runs, wanted):
     for row, base, a, b in compared(runs):
         if wanted(row, base):
             difference = stats.plus_minus(*stats.difference(a, b))
-            table.append({"row": row, "less": base, "difference": difference, "n": len(a)})
+            table.append({"row": row, "compared with": base, "difference": difference,
+                          "n": len(a)})
     return table
 
 
@@ -230,7 +233,7 @@ def draw(runs, path):
     ax.set_yticks(range(len(shown)), [f"{row} ({len(a)})" for row, _, a, _ in shown])
     ax.invert_yaxis()  # the first row above
     ax.grid(axis="y", visible=False)
-    ax.set_xlabel("val loss less that of softmax")
+    ax.set_xlabel("val loss minus softmax's, nats a byte")
     figure.savefig(path)
 
 
