@@ -108,6 +108,8 @@ FORM = [
     ("diff", "softmax, 2 heads, norm"),
     ("diff, no norm", "softmax, 2 heads"),
     ("diff", "diff, no norm"),
+    ("softmax, 2 heads, norm, factor", "softmax, 2 heads, norm"),
+    ("diff, norm from 0.2", "diff, no norm"),
     ("diff, norm from 0.2", "softmax, 2 heads, norm from 0.2"),
 ]
 
