@@ -2,7 +2,7 @@
 What does the subtraction buy? A look-up among pairs, on which a model trains in seconds.
 
     python -m lab.lookup            # three models and the first picture: two minutes on one core
-    python -m lab.lookup run        # trains what the page's data lack. It can be stopped
+    python -m lab.lookup run        # trains all runs of the page anew, for hours. It can be stopped
     python -m lab.lookup publish    # the tables and figures of the page, from its data
 
 The task. A text is 64 pairs and then 8 queries. A pair is one token: the embedding of its key plus
@@ -347,15 +347,22 @@ def publish():
     draw(RESULTS, read_json(RESULTS / "lookup-shown.json")[1], runs)
 
 
-def run_missing():
-    """Trains the runs of lookup.json that have no results yet."""
-    about, runs = read_json(RESULTS / "lookup.json")
+def run_all():
+    """Trains the runs of the page anew, into out/lookup. What is there already is not repeated."""
+    out = Path("out/lookup/lookup.json")
+    if out.exists():
+        about, runs = read_json(out)
+    else:
+        about, published = read_json(RESULTS / "lookup.json")
+        settings = ["row", *(field.name for field in fields(Run))]
+        runs = [{name: run[name] for name in settings} for run in published]
+        out.parent.mkdir(parents=True, exist_ok=True)
     for row in runs:
         if "own" not in row:
             reader = train(Run(**{field.name: row[field.name] for field in fields(Run)}))
             row |= measure(reader)
-            write_json(RESULTS / "lookup.json", about, runs)
-            print(f"-> {RESULTS / 'lookup.json'}: {row['arm']}, seed {row['seed']}")
+            write_json(out, about, runs)
+            print(f"-> {out}: {row['arm']}, seed {row['seed']}")
 
 
 def show(steps=STEPS):
@@ -374,7 +381,7 @@ def show(steps=STEPS):
 def main(argv=None):
     p = parser("lab.lookup", __doc__.partition("\nThe task.")[0])
     p.add_argument("verb", nargs="?", choices=("run", "publish"))
-    verbs = {"run": run_missing, "publish": publish, None: show}
+    verbs = {"run": run_all, "publish": publish, None: show}
     verbs[p.parse_args(argv).verb]()
 
 

@@ -1,15 +1,16 @@
 """
-Where does diff_v2's lead on softmax lie: where an earlier match misleads, or anywhere?
+The minus in diff_v2: the tables of lab/results/minus.md.
 
     for s in 8 9 10 11 12 13 14 15 16 17; do
         python train.py --attn=softmax --lr=4e-3 --seed=$s --out=out/matches/$s
         python train.py --attn=diff_v2 --lr=2e-3 --seed=$s --out=out/matches/$s
         python train.py --attn=softmax --lr=4e-3 --seed=$s --steps=545 --out=out/matches/$s/longer
     done
-    python -m lab.matches out/matches    # measures them, and writes the page lab/results/minus.md
-    python -m lab.matches                # only writes the page
+    python -m lab.matches out/matches    # measures them, and writes the tables
+    python -m lab.matches                # only writes the tables
 
-A byte of the val text is predicted from those before it in its block. Its match is the longest run
+The first table compares the sign and its controls, from the runs of lab/start.py. For the second:
+where does diff_v2's lead on softmax lie, where an earlier match misleads, or anywhere? A byte of the val text is predicted from those before it in its block. Its match is the longest run
 of bytes just before it that also stands earlier in the block. The byte that followed there is what
 the match predicts.
 
@@ -25,12 +26,39 @@ import torch
 import torch.nn.functional as F
 
 from data import load_manual, load_sequences
-from lab.stats import RESULTS, markdown, parser, renew
+from lab import text
+from lab.start import Cell
+from lab.start_page import Data, pair_of
+from lab.stats import RESULTS, difference, markdown, parser, plus_minus, read_json, renew
 from model import GPT
 
+SIGNS = [
+    ("diff_v2", "softmax"), ("diff_v2, plus", "softmax"), ("two gates", "softmax"),
+    ("diff_v2", "diff_v2, plus"), ("diff_v2", "two gates"),
+]
+NAMES = {"diff_v2, plus": "diff_v2 with a plus", "two gates": "two gated maps"}
 PAIRS = {"diff_v2": ("diff_v2", "softmax"), "longer": ("longer/softmax", "softmax")}
 TITLES = {"diff_v2": "of the lead of `diff_v2`, %", "longer": "of that of a longer softmax, %"}
 BLOCKS, T = 203, 256  # all of the val text, in blocks as train.py evaluates them
+
+
+def table_of_signs():
+    """diff_v2 and its variants with a tied output layer, each at its own rate."""
+    table = []
+    data = Data(read_json(RESULTS / "start.json")[1])
+    for rows in SIGNS:
+        found = [data.reported(Cell(row, "tied"), None)[1] for row in rows]
+        a, b, _ = pair_of(*found)
+        words = " − ".join(NAMES.get(row, row) for row in rows)
+        table.append({"difference": words, "val loss": plus_minus(*difference(a, b)),
+                      "n": min(len(a), len(b))})
+    # where the rows of both are divided by their sum: from the runs of lab/text.py
+    _, runs = read_json(RESULTS / "text.json")
+    minus, plus = "diff_v2, rows sum to 1", "a plus, rows sum to 1"
+    a, b = [text.losses_of(runs, row, text.FEW) for row in (minus, plus)]
+    table.append({"difference": "diff_v2 − diff_v2 with a plus, if the rows of both sum to 1",
+                  "val loss": plus_minus(*difference(a, b)), "n": len(a)})
+    return table
 
 
 @torch.no_grad()
@@ -140,7 +168,8 @@ def main(argv=None):
     if args.folder:
         data.write_text(json.dumps(measure(args.folder)))
     found = json.loads(data.read_text())
-    renew(RESULTS / "minus.md", {"matches": markdown(table_of(found))})
+    tables = {"sign": markdown(table_of_signs()), "matches": markdown(table_of(found))}
+    renew(RESULTS / "minus.md", tables)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ ROWS = {
     "diff_v2, plus": dict(attn="diff_v2_free_plus"),
     "two gates": dict(attn="two_gates"),
 }
-ARMS = list(ROWS)[:13]
+ARMS = [row for row in ROWS if row not in ("diff_v2, plus", "two gates")]
 SHOWN = ("softmax", "softmax, norm", "diff")  # at each rate, and at more lengths
 V2 = ("softmax", "gate", "diff_v2", "diff_v2, plus", "two gates")
 RATES = tuple(5e-4 * 2**i for i in range(6))  # 5e-4 to 1.6e-2

@@ -13,7 +13,7 @@ from statistics import fmean
 import torch
 
 from data import load_sequences
-from lab import stats, text
+from lab import stats
 from lab.start import (
     CHOOSE_ON, CHOOSE_V2_ON, FEW, OUT, RATES, SHOWN, V2, Cell, load_text, train_one,
 )
@@ -22,7 +22,7 @@ from lab.stats import RESULTS
 STD = {"std 1": 1.0, "std 0.05": None}  # the embedding's, at its start
 LOW = 5e-4  # an eighth of the rate that softmax, softmax with the norm and diff chose
 # the contrasts: a row less another one. First the answer of the page
-ANSWER = [("diff", "softmax"), ("diff", "softmax, norm")]
+ANSWER = [("diff", "softmax"), ("diff", "2 heads, norm, factor")]
 ANSWER_AT_LOW = [("diff", "softmax"), ("softmax, norm", "softmax")]
 # then what the second map does beside one map of its shape, and what all else does
 SECOND_MAP = {
@@ -31,25 +31,21 @@ SECOND_MAP = {
     "with norm and factor 0.2": ("diff, λ_init 0.8", "2 heads, norm, factor 0.2"),
 }
 PARTS = {
+    "all but the norm, beside softmax with it": ("diff", "softmax, norm"),
     "half the heads": ("2 heads", "softmax"),
     "the norm, in softmax": ("softmax, norm", "softmax"),
     "the norm and its factor, in `diff`": ("diff", "diff, no norm"),
     "a factor of 0.2": ("2 heads, norm, factor 0.2", "2 heads, norm, factor"),
-    "half the heads, norm and factor 0.2": ("2 heads, norm, factor 0.2", "softmax, on a CPU"),
+    "half the heads, norm and factor 0.2": ("2 heads, norm, factor 0.2", "softmax"),
     "`diff` without its norm": ("diff, no norm", "softmax"),
-    "`diff` with λ_init 0.8": ("diff, λ_init 0.8", "softmax, on a CPU"),
-    "the second version": ("diff_v2", "softmax, on a CPU"),
+    "`diff` with λ_init 0.8": ("diff, λ_init 0.8", "softmax"),
+    "the second version": ("diff_v2", "softmax"),
     "the same, beside the factor 0.2": ("diff_v2", "2 heads, norm, factor 0.2"),
 }
 CELLS = len(STD) * (len(ANSWER) + len(ANSWER_AT_LOW) + len(SECOND_MAP) + len(PARTS))
 CORRECTED = 1 - 0.05 / CELLS  # the level of an interval, by Bonferroni
 # then one rate for both
 AT_RATES = [("diff", "softmax"), ("diff", "softmax, norm"), ("softmax, norm", "softmax")]
-# and with a tied output layer
-SIGNS = [
-    ("diff_v2", "softmax"), ("diff_v2, plus", "softmax"), ("two gates", "softmax"),
-    ("diff_v2", "diff_v2, plus"), ("diff_v2", "two gates"),
-]
 LOOKS = (0, 100, 500)  # steps at which the stream is looked at
 COLORS = {"softmax": "#0072B2", "softmax, norm": "#009E73", "diff": "#D55E00"}
 NAMES = {  # of rows, where they are not those of lab/start.py
@@ -59,47 +55,62 @@ NAMES = {  # of rows, where they are not those of lab/start.py
     "2 heads, norm, factor 0.2": "one map, half the heads, norm, factor 0.2",
     "diff, no norm": "diff without its norm",
     "diff, λ_init 0.8": "diff with λ_init 0.8",
-    "diff_v2, plus": "diff_v2 with a plus",
-    "two gates": "two gated maps",
 }
 
 
 class Data:
-    """The runs of start.json, by cell and embedding."""
+    """The runs of start.json, by cell, embedding and rate."""
 
     def __init__(self, runs):
-        self.found = {}  # {(cell, std): {rate: {seed: val loss}}}
+        self.found = {}  # {(cell, std): {rate: {(machine, seed): val loss}}}
         for run in runs:
             cell = Cell(**{field.name: run[field.name] for field in fields(Cell)})
             rates = self.found.setdefault((cell, run["std"]), {})
-            rates.setdefault(run["lr"], {})[run["seed"]] = run["val_loss"]
+            rates.setdefault(run["lr"], {})[run["at"], run["seed"]] = run["val_loss"]
 
     def at(self, cell, std, lr):
-        """{seed: val loss} of the few seeds that were run at each rate."""
-        losses = self.found.get((cell, std), {}).get(lr, {})
-        return {seed: losses[seed] for seed in FEW if seed in losses}
+        """{machine: losses} of the few seeds that were run at each rate."""
+        return by_machine(self.found.get((cell, std), {}).get(lr, {}), lambda seed: seed in FEW)
 
     def reported(self, cell, std):
-        """(rate, {seed: val loss}): the rate that the other seeds chose, and what it gave."""
+        """(rate, {machine: losses}): the rate that some seeds chose, and what the others gave."""
         rates = self.found.get((cell, std))
         if rates is None:
             return None, {}
         chosen_on = CHOOSE_V2_ON if cell.head == "tied" and cell.row in V2 else CHOOSE_ON
         mean = {}
         for rate, losses in rates.items():
-            tried = [losses[seed] for seed in chosen_on if seed in losses]
+            tried = [loss for (_, seed), loss in losses.items() if seed in chosen_on]
             if tried:
                 mean[rate] = fmean(tried)
-        if mean:
-            rate = min(mean, key=mean.get)
-        else:
-            (rate,) = rates  # of "softmax, on a CPU": it has the rate that was chosen on a GPU
-        return rate, {seed: x for seed, x in rates[rate].items() if seed not in chosen_on}
+        rate = min(mean, key=mean.get)
+        return rate, by_machine(rates[rate], lambda seed: seed not in chosen_on)
 
 
-def difference(a, b):
-    """Of two {seed: loss}, like "0.016 ± 0.010"."""
-    return stats.plus_minus(*stats.difference(list(a.values()), list(b.values())))
+def by_machine(losses, wanted):
+    """{machine: the losses of the wanted seeds} of {(machine, seed): loss}."""
+    found = {}
+    for (machine, seed), loss in losses.items():
+        if wanted(seed):
+            found.setdefault(machine, []).append(loss)
+    return found
+
+
+def most(losses):
+    """Those of the machine that has most, of {machine: losses}."""
+    return max(losses.values(), key=len, default=[])
+
+
+def pair_of(a, b):
+    """(losses of a, losses of b, is it on one machine?) of two {machine: losses}.
+
+    The machine is that which has most runs of both. If there is none, all runs are taken.
+    """
+    both = {machine: min(len(a[machine]), len(b[machine])) for machine in a.keys() & b.keys()}
+    if both and max(both.values()) >= 3:
+        machine = max(both, key=both.get)
+        return a[machine], b[machine], True
+    return sum(a.values(), []), sum(b.values(), []), False
 
 
 def words(rows):
@@ -107,30 +118,34 @@ def words(rows):
 
 
 def losses_of(data, rows, std, lr=None):
-    """The losses of two rows: at a rate for both, or each at its own. None: too few were run."""
+    """Of two rows, at a rate for both, or each at its own: see pair_of. None: too few were run."""
     cells = [Cell(row, "own") for row in rows]
     if lr is None:
         found = [data.reported(cell, std)[1] for cell in cells]
     else:
         found = [data.at(cell, std, lr) for cell in cells]
-    pair = [list(losses.values()) for losses in found]
-    return pair if min(map(len, pair)) >= len(FEW) else None
+    a, b, on_one_machine = pair_of(*found)
+    return (a, b, on_one_machine) if min(len(a), len(b)) >= len(FEW) else None
 
 
-def marked(pair):
+def marked(a, b, on_one_machine):
     """Their difference, bold if it excludes 0 when corrected for the number of cells."""
-    if pair is None:
-        return ""
-    text = stats.plus_minus(*stats.difference(*pair))
-    mean, half = stats.difference(*pair, CORRECTED)
-    return f"**{text}**" if abs(mean) > half else text
+    text = stats.plus_minus(*stats.difference(a, b))
+    mean, half = stats.difference(a, b, CORRECTED)
+    if abs(mean) > half:
+        text = f"**{text}**"
+    return text if on_one_machine else f"{text} †"
 
 
 def line_of(data, rows, lr=None):
     """The cells of a line: the difference of two rows at both starts, and n."""
-    pairs = {name: losses_of(data, rows, std, lr) for name, std in STD.items()}
-    n = min(len(losses) for pair in pairs.values() if pair for losses in pair)
-    return {name: marked(pair) for name, pair in pairs.items()} | {"n": n}
+    line = {}
+    n = []
+    for name, std in STD.items():
+        found = losses_of(data, rows, std, lr)
+        line[name] = marked(*found) if found else ""
+        n += [len(losses) for losses in found[:2]] if found else []
+    return line | {"n": min(n)}
 
 
 def table_of_answer(data):
@@ -153,14 +168,16 @@ def table_of_length(data):
     found = {}
     for row in SHOWN:
         cell = Cell(row, "own", text="stdlib", steps=2000)
-        found[row] = data.found.get((cell, 1.0), {}), data.reported(cell, 1.0)
+        rates = data.found.get((cell, 1.0), {})
+        tried = {lr: loss for lr, losses in rates.items()
+                 for (_, seed), loss in losses.items() if seed == 1}
+        found[row] = tried, most(data.reported(cell, 1.0)[1])
     table = []
-    for row, (rates, (own_rate, losses)) in found.items():
+    for row, (tried, losses) in found.items():
         line = {"2,000 steps, std 1": NAMES.get(row, row)}
-        for lr in sorted({lr for rates, _ in found.values() for lr in rates}):
-            loss = rates.get(lr, {}).get(1)
-            line[f"{lr:g}, seed 1"] = f"{loss:.3f}" if loss else ""
-        mean = stats.plus_minus(*stats.mean_interval(list(losses.values()))) if losses else ""
+        for lr in sorted({lr for tried, _ in found.values() for lr in tried}):
+            line[f"{lr:g}, seed 1"] = f"{tried[lr]:.3f}" if lr in tried else ""
+        mean = stats.plus_minus(*stats.mean_interval(losses)) if losses else ""
         table.append(line | {"its own rate, other seeds": mean, "n": len(losses)})
     return table
 
@@ -172,25 +189,9 @@ def table_of_rates(data):
         for rows in AT_RATES:
             line = {"start": name, "difference": words(rows)}
             for lr in RATES:
-                pair = losses_of(data, rows, std, lr)
-                line[f"{lr:g}"] = stats.plus_minus(*stats.difference(*pair), digits=2)
+                a, b, _ = losses_of(data, rows, std, lr)
+                line[f"{lr:g}"] = stats.plus_minus(*stats.difference(a, b), digits=2)
             table.append(line)
-    return table
-
-
-def table_of_signs(data):
-    """diff_v2 and its variants with a tied output layer, each at its own rate."""
-    table = []
-    for rows in SIGNS:
-        losses, base = [data.reported(Cell(row, "tied"), None)[1] for row in rows]
-        table.append({"difference": words(rows), "val loss": difference(losses, base),
-                      "n": min(len(losses), len(base))})
-    # where the rows of both are divided by their sum: from the runs of lab/text.py
-    _, runs = stats.read_json(RESULTS / "text.json")
-    minus, plus = "diff_v2, rows sum to 1", "a plus, rows sum to 1"
-    pair = [text.losses_of(runs, row, text.FEW) for row in (minus, plus)]
-    table.append({"difference": "diff_v2 − diff_v2 with a plus, if the rows of both sum to 1",
-                  "val loss": stats.plus_minus(*stats.difference(*pair)), "n": len(pair[0])})
     return table
 
 
@@ -211,7 +212,7 @@ def draw_rates(data, path):
     figure, axes = stats.new_figure(1, 2, width=9, height=5.5)
     for ax, (name, std) in zip(axes, STD.items()):
         for row in SHOWN:
-            found = [list(data.at(Cell(row, "own"), std, lr).values()) for lr in RATES]
+            found = [most(data.at(Cell(row, "own"), std, lr)) for lr in RATES]
             means = [fmean(losses) for losses in found]
             ax.plot(RATES, means, color=COLORS[row], linewidth=3, label=NAMES.get(row, row))
             for lr, losses in zip(RATES, found):
@@ -294,7 +295,7 @@ def collect(runs):
     found = {}
     for run in runs + new:
         cell = tuple(run[field.name] for field in fields(Cell))
-        found[cell, run["std"], run["lr"], run["seed"]] = run
+        found[cell, run["std"], run["lr"], run["seed"], run["at"]] = run
     return list(found.values())
 
 
@@ -312,7 +313,6 @@ def main(argv=None):
     if verb is not None:
         stats.write_json(file, about, runs)
     stats.renew(RESULTS / "start.md", parts_of(data))
-    stats.renew(RESULTS / "minus.md", {"sign": stats.markdown(table_of_signs(data))})
     draw_rates(data, RESULTS / "start-rates.png")
     if "stream" in about:
         draw_stream(about["stream"], RESULTS / "start-stream.png")

@@ -72,6 +72,18 @@ def test_the_first_picture(monkeypatch):
     assert files == pictures | {"lookup-shown.json"}
 
 
+def test_the_runs_of_the_page_are_made_anew_and_not_twice(monkeypatch):
+    made = []
+    monkeypatch.setattr(lookup, "train", made.append)
+    monkeypatch.setattr(lookup, "measure", lambda reader: {"own": {}})
+    for _ in range(2):
+        lookup.main(["run"])
+    assert len(made) == len(RUNS)
+    _, runs = read_json("out/lookup/lookup.json")
+    assert all(run.items() >= {name: old[name] for name in SETTINGS}.items()
+               for run, old in zip(runs, RUNS, strict=True))
+
+
 def of(**settings):
     """The published runs of these settings, and a Run's defaults for all others but seed."""
     wanted = {name: getattr(Run(**settings), name) for name in SETTINGS if name != "seed"}

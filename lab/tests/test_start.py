@@ -111,13 +111,21 @@ def test_on_a_cpu_larger_models_are_trained_one_by_one(monkeypatch):
 
 
 def test_new_runs_join_the_published_ones(tiny):
-    old = vars(Cell("diff", "own")) | dict(std=1.0, lr=1e-3, seed=1, val_loss=2.0)
+    old = vars(Cell("diff", "own")) | dict(std=1.0, lr=1e-3, seed=1, val_loss=2.0, at="CPU")
     with pytest.raises(SystemExit, match="there are no runs below"):
         start_page.collect([old])
     new = [old | dict(val_loss=1.9), old | dict(seed=2)]
     text = "".join(json.dumps(run) + "\n" for run in new)
     (start.OUT / "a.jsonl").write_text(text, encoding="utf-8")
-    assert start_page.collect([old, old | dict(seed=3)]) == [new[0], old | dict(seed=3), new[1]]
+    others = [old | dict(seed=3), old | dict(at="H200")]
+    assert start_page.collect([old, *others]) == [new[0], *others, new[1]]
+
+
+def test_two_rows_are_compared_on_one_machine_if_they_can_be():
+    a = {"H200": [1.0] * 9, "CPU": [2.0] * 4}
+    assert start_page.pair_of(a, {"CPU": [3.0] * 5}) == ([2.0] * 4, [3.0] * 5, True)
+    assert start_page.pair_of(a, a) == ([1.0] * 9, [1.0] * 9, True)
+    assert start_page.pair_of({"H200": [1.0]}, {"CPU": [3.0]}) == ([1.0], [3.0], False)
 
 
 def test_a_diverged_run_is_inf(tiny):
@@ -143,22 +151,33 @@ def test_the_pages_say_their_data():
     data = start_page.Data(runs)
     for part in start_page.parts_of(data).values():
         assert " ".join(part.split()).replace("−", "-") in words_of("start.md")
-    assert stands_on(start_page.table_of_signs(data), "minus.md")
+    assert stands_on(matches.table_of_signs(), "minus.md")
 
     def reported(rows, std=None, head="tied"):
         return [data.reported(Cell(row, head), std)[1] for row in rows]
 
     def less(*args):
-        return start_page.difference(*reported(*args))
+        a, b, on_one_machine = start_page.pair_of(*reported(*args))
+        assert on_one_machine
+        return stats.plus_minus(*stats.difference(a, b))
 
-    low = [data.at(Cell(row, "own"), 1.0, 5e-4) for row in ("diff", "softmax")]
-    cost = fmean(low[1].values()) - fmean(reported(["softmax"], 1.0, "own")[0].values())
+    low = [data.at(Cell(row, "own"), 1.0, 5e-4)["H200"] for row in ("diff", "softmax")]
+    cost = fmean(low[1]) - fmean(reported(["softmax"], 1.0, "own")[0]["H200"])
+    on_cpu = [run for run in runs if run["row"] == "softmax" and run["head"] == "own"
+              and run["steps"] == 500 and run["at"] == "CPU"]
+    losses = {(run["std"], run["seed"]): run["val_loss"] for run in runs if run["lr"] == 4e-3
+              and run["row"] == "softmax" and run["head"] == "own" and run["at"] == "H200"}
+    machine = [losses[run["std"], run["seed"]] - run["val_loss"] for run in on_cpu]
+    assert len(machine) == 10
     words = words_of("start.md")
     for number in [
         f"At 0.0005 softmax is {cost:.2f} worse than at its own rate",
         f"softmax is {less(['diff', 'softmax, norm'], 1.0, 'own')} ahead of `diff`",
         f"`diff` is {less(['softmax', 'diff, no norm'], None, 'own')} ahead of softmax",
-        f"held: {start_page.difference(*low)}",
+        f"held: {stats.plus_minus(*stats.difference(*low))}",
+        f"({less(['softmax', 'diff, λ_init 0.8'], None, 'own')} ahead)",
+        f"is {less(['softmax', '2 heads, norm, factor 0.2'], None, 'own')} ahead. So",
+        f"runs are {stats.plus_minus(*stats.mean_interval(machine))} lower there",
     ]:
         assert number in words, number
     words = words_of("minus.md")
@@ -166,7 +185,7 @@ def test_the_pages_say_their_data():
         f"`diff_v2` is {less(['softmax', 'diff_v2'])} ahead of softmax",
         f"it is {less(['diff_v2, plus', 'diff_v2'])} worse than with the minus",
         f"no better than softmax ({less(['diff_v2, plus', 'softmax'])} behind)",
-        f"They are {less(['two gates', 'diff_v2'])} behind `diff_v2`",
+        f"Two gated maps are {less(['two gates', 'diff_v2'])} behind `diff_v2`",
     ]:
         assert number in words, number
 
