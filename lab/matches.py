@@ -9,10 +9,11 @@ The minus in diff_v2: the tables of lab/results/minus.md.
     python -m lab.matches out/matches    # measures them, and writes the tables
     python -m lab.matches                # only writes the tables
 
-The first table compares the sign and its controls, from the runs of lab/start.py. For the second:
-where does diff_v2's lead on softmax lie, where an earlier match misleads, or anywhere? A byte of the val text is predicted from those before it in its block. Its match is the longest run
-of bytes just before it that also stands earlier in the block. The byte that followed there is what
-the match predicts.
+The first table compares the sign and its controls, from the runs of lab/start.py. The second asks
+where diff_v2's lead on softmax lies: where an earlier match misleads, or anywhere. A byte of the val
+text is predicted from those before it in its block. Its match is the longest run of bytes just
+before it that also stands earlier in the block. The byte that followed there is what the match
+predicts.
 
 If differential attention cancels noise, its lead should lie where a long match predicts another
 byte than the one that comes. The control is softmax after 9 % more steps: a better model, without a
