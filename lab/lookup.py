@@ -2,8 +2,9 @@
 What does the subtraction buy? A look-up among pairs, on which a model trains in seconds.
 
     python -m lab.lookup            # three models and the first picture: two minutes on one core
-    python -m lab.lookup run        # trains all runs of the page anew, for hours. It can be stopped
-    python -m lab.lookup publish    # the tables and figures of the page, from its data
+    python -m lab.lookup run        # trains all runs of the page anew, for hours, and prints the
+                                    # tables that they make. It can be stopped
+    python -m lab.lookup publish    # the tables and figures of the page, from its published data
 
 The task. A text is 64 pairs and then 8 queries. A pair is one token: the embedding of its key plus
 that of its value. A query is a key's embedding plus one that says "query", and the answer is the
@@ -363,6 +364,8 @@ def run_all():
             row |= measure(reader)
             write_json(out, about, runs)
             print(f"-> {out}: {row['arm']}, seed {row['seed']}")
+    for table_of in (answer_table, crowd_table, length_table):
+        print(f"\n{table_of(runs)}")
 
 
 def show(steps=STEPS):

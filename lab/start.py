@@ -1,10 +1,11 @@
 """
 When does the difference pay? The embedding's start, the rate, and the sign in diff_v2.
 
-    python -m lab.start --pieces="start; v2"    # what the pages report, and rows on no page: the
-                                                # average, the gate, V2's MLP, lambda_init 0.8
-    python -m lab.start                         # also length, lead, size and tied: planned
-    python -m lab.start_page collect            # and then the tables and figures of the pages
+    python -m lab.start --pieces="start; v2; length"    # what the pages report, and rows on no
+                                                        # page: the average, the gate, V2's MLP
+    python -m lab.start                                 # also lead, size and tied: planned
+    python -m lab.start_page collect                    # then the tables and figures of start.md
+    python -m lab.matches                               # and the tables of minus.md
 
 It is made for a GPU: 862 runs took 290 seconds on an H200. On a core a run takes about three
 minutes, so that they take nearly two days.

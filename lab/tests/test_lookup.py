@@ -72,12 +72,14 @@ def test_the_first_picture(monkeypatch):
     assert files == pictures | {"lookup-shown.json"}
 
 
-def test_the_runs_of_the_page_are_made_anew_and_not_twice(monkeypatch):
+def test_the_runs_of_the_page_are_made_anew_and_not_twice(monkeypatch, capsys):
     made = []
     monkeypatch.setattr(lookup, "train", made.append)
-    monkeypatch.setattr(lookup, "measure", lambda reader: {"own": {}})
+    results = iter(RUNS)
+    monkeypatch.setattr(lookup, "measure", lambda reader: dict(next(results)))
     for _ in range(2):
         lookup.main(["run"])
+        assert lookup.crowd_table(RUNS) in capsys.readouterr().out
     assert len(made) == len(RUNS)
     _, runs = read_json("out/lookup/lookup.json")
     assert all(run.items() >= {name: old[name] for name in SETTINGS}.items()
