@@ -106,7 +106,7 @@ def pair_of(a, b):
 
     The machine is that which has most runs of both. If there is none, all runs are taken.
     """
-    both = {machine: min(len(a[machine]), len(b[machine])) for machine in a.keys() & b.keys()}
+    both = {machine: min(len(a[machine]), len(b[machine])) for machine in a if machine in b}
     if both and max(both.values()) >= 3:
         machine = max(both, key=both.get)
         return a[machine], b[machine], True
