@@ -169,12 +169,15 @@ def test_the_pages_say_their_data():
               and run["row"] == "softmax" and run["head"] == "own" and run["at"] == "H200"}
     machine = [losses[run["std"], run["seed"]] - run["val_loss"] for run in on_cpu]
     assert len(machine) == 10
+    longer = [data.reported(Cell(row, "own", "stdlib", 2000), 1.0)[1]["CPU"]
+              for row in ("diff", "softmax")]
     words = words_of("start.md")
     for number in [
         f"At 0.0005 softmax is {cost:.2f} worse than at its own rate",
         f"softmax is {less(['diff', 'softmax, norm'], 1.0, 'own')} ahead of `diff`",
         f"`diff` is {less(['softmax', 'diff, no norm'], None, 'own')} ahead of softmax",
         f"held: {stats.plus_minus(*stats.difference(*low))}",
+        f"it is {stats.plus_minus(*stats.difference(*longer))} behind",
         f"({less(['softmax', 'diff, λ_init 0.8'], None, 'own')} ahead)",
         f"is {less(['softmax', '2 heads, norm, factor 0.2'], None, 'own')} ahead. So",
         f"runs are {stats.plus_minus(*stats.mean_interval(machine))} lower there",
