@@ -343,8 +343,9 @@ def length_table(runs):
 def publish():
     """Writes the tables into the page, and draws its figures."""
     _, runs = read_json(RESULTS / "lookup.json")
-    tables = {"answer": answer_table(runs), "crowds": crowd_table(runs)}
-    renew(RESULTS / "lookup.md", tables | {"lengths": length_table(runs)})
+    renew(RESULTS / "lookup.md", {
+        "answer": answer_table(runs), "crowds": crowd_table(runs), "lengths": length_table(runs),
+    })
     draw(RESULTS, read_json(RESULTS / "lookup-shown.json")[1], runs)
 
 
@@ -354,7 +355,8 @@ def run_all():
     if out.exists():
         about, runs = read_json(out)
     else:
-        about, published = read_json(RESULTS / "lookup.json")
+        about = dict(torch=torch.__version__)
+        _, published = read_json(RESULTS / "lookup.json")
         settings = ["row", *(field.name for field in fields(Run))]
         runs = [{name: run[name] for name in settings} for run in published]
         out.parent.mkdir(parents=True, exist_ok=True)
