@@ -142,9 +142,12 @@ def line_of(data, rows, lr=None):
     line = {}
     n = []
     for name, std in STD.items():
+        line[name] = ""
         found = losses_of(data, rows, std, lr)
-        line[name] = marked(*found) if found else ""
-        n += [len(losses) for losses in found[:2]] if found else []
+        if found is not None:
+            a, b, on_one_machine = found
+            line[name] = marked(a, b, on_one_machine)
+            n += [len(a), len(b)]
     return line | {"n": min(n)}
 
 

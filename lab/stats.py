@@ -87,16 +87,6 @@ def difference(a, b, level=0.95):
     return mean, float(high - low) / 2
 
 
-def how_many_exclude_0(pairs):
-    """Of differences, each of a pair of lists: like "Of 12 differences 5 exclude 0, ..."."""
-    counts = []
-    for level in (0.95, 1 - 0.05 / len(pairs)):
-        found = [difference(a, b, level) for a, b in pairs]
-        counts.append(sum(abs(mean) > half for mean, half in found))
-    return (f"Of {len(pairs)} differences {counts[0]} exclude 0, and {counts[1]} if corrected for "
-            "their number (Bonferroni).")
-
-
 def plus_minus(mean, half, digits=3):
     """Like "0.123 ± 0.004", or "0.123" where half is nan."""
     text = f"{mean:.{digits}f}"
