@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from data import load_manual, load_sequences
 from lab import text
 from lab.start import Cell
-from lab.start_page import Data, pair_of
+from lab.start_page import Data, pair_of, words
 from lab.stats import RESULTS, difference, markdown, parser, plus_minus, read_json, renew
 from model import GPT
 
@@ -37,7 +37,6 @@ SIGNS = [
     ("diff_v2", "softmax"), ("diff_v2, plus", "softmax"), ("two gates", "softmax"),
     ("diff_v2", "diff_v2, plus"), ("diff_v2", "two gates"),
 ]
-NAMES = {"diff_v2, plus": "diff_v2 with a plus", "two gates": "two gated maps"}
 PAIRS = {"diff_v2": ("diff_v2", "softmax"), "longer": ("longer/softmax", "softmax")}
 TITLES = {"diff_v2": "of the lead of `diff_v2`, %", "longer": "of that of a longer softmax, %"}
 BLOCKS, T = 203, 256  # all of the val text, in blocks as train.py evaluates them
@@ -50,8 +49,7 @@ def table_of_signs():
     for rows in SIGNS:
         found = [data.reported(Cell(row, "tied"), None)[1] for row in rows]
         a, b, _ = pair_of(*found)
-        words = " − ".join(NAMES.get(row, row) for row in rows)
-        table.append({"difference": words, "val loss": plus_minus(*difference(a, b)),
+        table.append({"difference": words(rows), "val loss": plus_minus(*difference(a, b)),
                       "n": min(len(a), len(b))})
     # where the rows of both are divided by their sum: from the runs of lab/text.py
     _, runs = read_json(RESULTS / "text.json")

@@ -55,6 +55,8 @@ NAMES = {  # of rows, where they are not those of lab/start.py
     "2 heads, norm, factor 0.2": "one map, half the heads, norm, factor 0.2",
     "diff, no norm": "diff without its norm",
     "diff, λ_init 0.8": "diff with λ_init 0.8",
+    "diff_v2, plus": "diff_v2 with a plus",
+    "two gates": "two gated maps",
 }
 
 
@@ -114,6 +116,7 @@ def pair_of(a, b):
 
 
 def words(rows):
+    """The difference of two rows, like "diff − softmax"."""
     return " − ".join(NAMES.get(row, row) for row in rows)
 
 
