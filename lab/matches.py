@@ -53,10 +53,10 @@ def table_of_signs():
                       "n": min(len(a), len(b))})
     # where the rows of both are divided by their sum: from the runs of lab/text.py
     _, runs = read_json(RESULTS / "text.json")
-    minus, plus = "diff_v2, rows sum to 1", "a plus, rows sum to 1"
-    a, b = [text.losses_of(runs, row, text.FEW) for row in (minus, plus)]
+    minus = text.losses_of(runs, "diff_v2, rows sum to 1", text.FEW)
+    plus = text.losses_of(runs, "a plus, rows sum to 1", text.FEW)
     table.append({"difference": "diff_v2 − diff_v2 with a plus, if the rows of both sum to 1",
-                  "val loss": plus_minus(*difference(a, b)), "n": len(a)})
+                  "val loss": plus_minus(*difference(minus, plus)), "n": len(minus)})
     return table
 
 
