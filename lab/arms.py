@@ -154,6 +154,16 @@ class DiffV2Plus(RowsSumToOne, DiffV2FreePlus):
     """(A_1 + lambda A_2) / (1 + lambda): the sum, with rows that sum to 1."""
 
 
+class DiffV2SmallerPlus(DiffV2Plus):
+    """(A_1 + lambda A_2) (1 - lambda) / (1 + lambda): diff_v2's row sums."""
+
+    def make_map(self, q, k, x, rope):
+        return super().make_map(q, k, x, rope) * (1 + self.lam(x))  # lam is minus lambda here
+
+    def attend(self, q, k, v, x, rope, state):
+        return super().attend(q, k, v, x, rope, state) * (1 + self.lam(x))
+
+
 class Gate(Softmax):
     """A_ij sigmoid(w . x_i): one map, whose rows have a learned sum.
 
@@ -207,6 +217,7 @@ ARMS = {
     "diff_v2_minus": DiffV2Minus,
     "diff_v2_free_plus": DiffV2FreePlus,
     "diff_v2_plus": DiffV2Plus,
+    "diff_v2_smaller_plus": DiffV2SmallerPlus,
     "gate": Gate,
     "two_gates": TwoGates,
 }

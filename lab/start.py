@@ -47,19 +47,24 @@ ROWS = {
     "diff, no norm": dict(attn="diff", subln=0.0),
     "diff, λ_init 0.8": dict(attn="diff_constant"),
     "2 heads, norm, factor 0.2": dict(attn="softmax_factor_small", n_head=2),
+    "softmax, norm, factor 0.2": dict(attn="softmax_factor_small"),
     "diff_v2": dict(attn="diff_v2"),
     "gate": dict(attn="gate"),
     "softmax, V2's MLP": dict(attn="softmax", mlp_width=292),  # that of diff_v2 at this size
     "diff_v2, plus": dict(attn="diff_v2_free_plus"),
+    "diff_v2, smaller plus": dict(attn="diff_v2_smaller_plus"),
     "two gates": dict(attn="two_gates"),
 }
-ARMS = [row for row in ROWS if row not in ("diff_v2, plus", "two gates")]
-SHOWN = ("softmax", "softmax, norm", "diff")  # at each rate, and at more lengths
-V2 = ("softmax", "gate", "diff_v2", "diff_v2, plus", "two gates")
+SHOWN = ("softmax", "softmax, norm", "diff")  # at each rate, and at more starts and sizes
+LONGER = (*SHOWN, "2 heads, norm, factor")  # at more steps
+SIGNS = ("diff_v2, plus", "diff_v2, smaller plus", "two gates")
+V2 = ("softmax", "gate", "diff_v2", *SIGNS)
+ARMS = [row for row in ROWS if row not in SIGNS]
 RATES = tuple(5e-4 * 2**i for i in range(6))  # 5e-4 to 1.6e-2
 CHOOSE_ON = (1, 2)  # seeds on which rates are chosen
 CHOOSE_V2_ON = tuple(range(48, 56))  # as for the gate of lab/text.py
 FEW = tuple(range(3, 8))
+SOME = tuple(range(3, 15))
 MANY = tuple(range(3, 23))
 OUT = Path("out/start")
 
@@ -133,7 +138,10 @@ def load_text(name):
 # ---- the runs
 
 def machine(device):
-    return torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
+    """Its name, like "H200" or "CPU": two machines round differently."""
+    if not device.startswith("cuda"):
+        return "CPU"
+    return torch.cuda.get_device_name().removeprefix("NVIDIA ")
 
 
 @lru_cache
@@ -225,21 +233,22 @@ def piece_start(row, head, device, at_once):
     if head == "own" and row in SHOWN:
         runs.make([(std, rate, seed) for std in stds for rate in RATES for seed in FEW])
         runs.make([(0.2, rate, seed) for rate in RATES for seed in CHOOSE_ON])
-        runs.make([(0.2, runs.best_rate(0.2), seed) for seed in FEW])
+        runs.make([(0.2, runs.best_rate(0.2), seed) for seed in MANY])
 
 
 def piece_length(row, device, at_once):
     """2,000 steps over new text."""
     runs = Runs(Cell(row, "own", "stdlib", 2000), device, at_once)
     runs.make([(std, rate, seed) for std in (1.0, None) for rate in RATES for seed in CHOOSE_ON])
-    runs.make([(std, runs.best_rate(std), seed) for std in (1.0, None) for seed in FEW])
+    runs.make([(std, runs.best_rate(std), seed) for std in (1.0, None) for seed in SOME])
 
 
 def piece_size(row, device, at_once):
-    """2.7 M parameters, at s = 1."""
+    """2.7 M parameters."""
     runs = Runs(Cell(row, "own", size="2.7 M"), device, max(1, at_once // 2))
-    best = runs.best_rate(1.0, RATES[1:5], seeds=(1,))
-    runs.make([(1.0, best, seed) for seed in FEW[:3]])
+    for std in (1.0, None):
+        best = runs.best_rate(std)
+        runs.make([(std, best, seed) for seed in SOME])
 
 
 def piece_v2(row, device, at_once):
@@ -249,15 +258,15 @@ def piece_v2(row, device, at_once):
     runs.make([(None, best, seed) for seed in range(8, 48)])
 
 
-def piece_lead(row, device, at_once):
+def piece_lead(row, steps, device, at_once):
     """What diff_v2's lead is worth, in steps."""
-    for steps, n in (500, 12), (2000, 6):
+    if steps < 8000:
         runs = Runs(Cell(row, "tied", "stdlib", steps), device, min(at_once, 12))
         best = runs.best_rate(None, RATES[1:5])
-        runs.make([(None, best, seed) for seed in range(3, 3 + n)])
-    # all at once: a later group would take as long. The rate is chosen on seed 1
-    runs = Runs(Cell(row, "tied", "stdlib", 8000), device, min(at_once, 16))
-    runs.make([(None, rate, seed) for rate in RATES[1:5] for seed in (1, 3, 4, 5)])
+        runs.make([(None, best, seed) for seed in SOME])
+    else:  # all at once: a later group would take as long. The rate is chosen on seed 1
+        runs = Runs(Cell(row, "tied", "stdlib", steps), device, min(at_once, 16))
+        runs.make([(None, rate, seed) for rate in RATES[1:5] for seed in (1, 3, 4, 5)])
 
 
 def pieces():
@@ -267,10 +276,11 @@ def pieces():
         found[f"start: {row}"] = partial(piece_start, row, "own")
     for row in V2:
         found[f"v2: {row}"] = partial(piece_v2, row)
-    for row in SHOWN:
+    for row in LONGER:
         found[f"length: {row}"] = partial(piece_length, row)
     for row in ("softmax", "diff_v2"):
-        found[f"lead: {row}"] = partial(piece_lead, row)
+        for steps in (500, 2000, 8000):
+            found[f"lead: {row}, {steps} steps"] = partial(piece_lead, row, steps)
     for row in SHOWN:
         found[f"size: {row}"] = partial(piece_size, row)
     for row in ARMS:

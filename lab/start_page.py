@@ -79,7 +79,8 @@ class Data:
         rates = self.found.get((cell, std))
         if rates is None:
             return None, {}
-        chosen_on = CHOOSE_V2_ON if cell.head == "tied" and cell.row in V2 else CHOOSE_ON
+        is_sign = cell.head == "tied" and cell.row in V2 and cell.text == "manual"
+        chosen_on = CHOOSE_V2_ON if is_sign else CHOOSE_ON
         mean = {}
         for rate, losses in rates.items():
             tried = [loss for (_, seed), loss in losses.items() if seed in chosen_on]

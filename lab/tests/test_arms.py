@@ -95,6 +95,15 @@ def test_two_maps_with_a_sign(attn, like, sign, is_divided):
     torch.testing.assert_close(layer.map(x), expected)
 
 
+def test_a_smaller_plus_has_rows_as_large_as_those_of_diff_v2():
+    layer, x = make("diff_v2_smaller_plus")
+    maps = maps_of(layer, x)
+    lam = ATTENTION["diff_v2"].lam(layer, x)
+    expected = (maps[:, 0::2] + lam * maps[:, 1::2]) * (1 - lam) / (1 + lam)
+    torch.testing.assert_close(layer.map(x), expected)
+    torch.testing.assert_close(expected.sum(-1), (1 - lam[..., 0]).expand(expected.shape[:-1]))
+
+
 def test_gates():
     gate, x = make("gate")
     expected = maps_of(gate, x) * torch.sigmoid(gate.gate_proj(x)).mT[..., None]

@@ -107,7 +107,7 @@ def test_on_a_cpu_larger_models_are_trained_one_by_one(monkeypatch):
     monkeypatch.setattr(start, "train_one", lambda *run: made.append(run) or abs(run[2] - 2e-3))
     start.OUT.mkdir(parents=True)
     start.main(["--pieces=size: diff", "--device=cpu", "--at_once=1"])
-    assert len(made) == 4 + 3  # four rates, and three seeds at the best of them
+    assert len(made) == 2 * (2 * 6 + 12)  # two starts: six rates on two seeds, and twelve others
 
 
 def test_new_runs_join_the_published_ones(tiny):
