@@ -1,14 +1,13 @@
 """
 When does the difference pay? The embedding's start, the rate, and the sign in diff_v2.
 
-    python -m lab.start --pieces="start; v2; length"    # what the pages report, and rows on no
-                                                        # page: the average, the gate, V2's MLP
-    python -m lab.start                                 # also lead, size and tied: planned
-    python -m lab.start_page collect                    # then the tables and figures of start.md
-    python -m lab.matches                               # and the tables of minus.md
+    python -m lab.start run                    # all runs, for a GPU
+    python -m lab.start run --pieces="start"   # some of them: see --help
+    python -m lab.start_page tables            # what they say, as on start.md
+    python -m lab.start_page publish           # that page, from its published data
 
-It is made for a GPU: 862 runs took 290 seconds on an H200. On a core a run takes about three
-minutes, so that they take nearly two days.
+1,302 runs took 800 seconds on an H200, among them some of 8,000 steps. On a core 500 steps take
+three minutes.
 
 lab/results/start.md has the question, the predictions and the answers. Runs are those of train.py's
 toy. They are trained many at once (lab/many.py), each with its own seed, rate and embedding. Each
@@ -56,7 +55,7 @@ ROWS = {
     "two gates": dict(attn="two_gates"),
 }
 SHOWN = ("softmax", "softmax, norm", "diff")  # at each rate, and at more starts and sizes
-LONGER = (*SHOWN, "2 heads, norm, factor")  # at more steps
+LONGER = (*SHOWN, "2 heads, norm, factor", "2 heads, norm, factor 0.2")  # at more steps
 SIGNS = ("diff_v2, plus", "diff_v2, smaller plus", "two gates")
 V2 = ("softmax", "gate", "diff_v2", *SIGNS)
 ARMS = [row for row in ROWS if row not in SIGNS]
@@ -290,6 +289,7 @@ def pieces():
 
 def main(argv=None):
     p = stats.parser("lab.start", __doc__)
+    p.add_argument("verb", choices=["run"])
     p.add_argument("--pieces", help="pieces to train, of start, v2, length, lead, size and tied, "
                    "or one row of a piece, like 'start; v2: diff_v2' (all)")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",

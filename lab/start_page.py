@@ -1,12 +1,14 @@
 """
 The tables and the figures of lab/results/start.md, from lab/results/start.json.
 
-    python -m lab.start_page           # writes them
-    python -m lab.start_page collect   # puts the runs of out/start into start.json before
-    python -m lab.start_page stream    # trains six models, and measures what attention adds:
-                                       # 20 minutes on a core
+    python -m lab.start_page tables     # prints the tables of the runs below out/start alone
+    python -m lab.start_page publish    # the page's tables and figures, from start.json
+    python -m lab.start_page collect    # puts the runs below out/start into start.json
+    python -m lab.start_page stream     # trains six models, measures what attention adds, and puts
+                                        # it into start.json: 20 minutes on a core
 """
 import json
+from collections import Counter
 from dataclasses import fields
 from statistics import fmean
 
@@ -19,209 +21,174 @@ from lab.start import (
 )
 from lab.stats import RESULTS
 
-STD = {"std 1": 1.0, "std 0.05": None}  # the embedding's, at its start
-LOW = 5e-4  # an eighth of the rate that softmax, softmax with the norm and diff chose
-# the contrasts: a row less another one. First the answer of the page
-ANSWER = [("diff", "softmax"), ("diff", "2 heads, norm, factor")]
-ANSWER_AT_LOW = [("diff", "softmax"), ("softmax, norm", "softmax")]
-# then what the second map does beside one map of its shape, and what all else does
-SECOND_MAP = {
-    "with norm and factor": ("diff", "2 heads, norm, factor"),
-    "without norm": ("diff, no norm", "2 heads"),
-    "with norm and factor 0.2": ("diff, λ_init 0.8", "2 heads, norm, factor 0.2"),
-}
-PARTS = {
-    "all but the norm, beside softmax with it": ("diff", "softmax, norm"),
-    "half the heads": ("2 heads", "softmax"),
-    "the norm, in softmax": ("softmax, norm", "softmax"),
-    "the norm and its factor, in `diff`": ("diff", "diff, no norm"),
-    "a factor of 0.2": ("2 heads, norm, factor 0.2", "2 heads, norm, factor"),
-    "half the heads, norm and factor 0.2": ("2 heads, norm, factor 0.2", "softmax"),
-    "`diff` without its norm": ("diff, no norm", "softmax"),
-    "`diff` with λ_init 0.8": ("diff, λ_init 0.8", "softmax"),
-    "the second version": ("diff_v2", "softmax"),
-    "the same, beside the factor 0.2": ("diff_v2", "2 heads, norm, factor 0.2"),
-}
-CELLS = len(STD) * (len(ANSWER) + len(ANSWER_AT_LOW) + len(SECOND_MAP) + len(PARTS))
-CORRECTED = 1 - 0.05 / CELLS  # the level of an interval, by Bonferroni
-# then one rate for both
-AT_RATES = [("diff", "softmax"), ("diff", "softmax, norm"), ("softmax, norm", "softmax")]
-LOOKS = (0, 100, 500)  # steps at which the stream is looked at
-COLORS = {"softmax": "#0072B2", "softmax, norm": "#009E73", "diff": "#D55E00"}
+STARTS = {"std 0.05": None, "std 0.2": 0.2, "std 1": 1.0}  # the embedding's, at its start
+LOW = 5e-4  # an eighth of the rate that softmax, softmax with the norm and diff chose at std 1
 NAMES = {  # of rows, where they are not those of lab/start.py
     "softmax, norm": "softmax with diff's norm",
-    "2 heads": "one map, half the heads",
-    "2 heads, norm, factor": "one map, half the heads, norm, factor",
-    "2 heads, norm, factor 0.2": "one map, half the heads, norm, factor 0.2",
+    "2 heads": "softmax with half the heads",
+    "2 heads, norm, factor": "diff without its second map",
+    "2 heads, norm, factor 0.2": "diff with λ_init 0.8, without its second map",
+    "softmax, norm, factor 0.2": "softmax with diff's norm and the factor 0.2",
     "diff, no norm": "diff without its norm",
     "diff, λ_init 0.8": "diff with λ_init 0.8",
+    "softmax, V2's MLP": "softmax with diff_v2's MLP",
+    "average": "softmax minus the average",
     "diff_v2, plus": "diff_v2 with a plus",
+    "diff_v2, smaller plus": "diff_v2 with a smaller plus",
     "two gates": "two gated maps",
 }
+# the contrasts: a row less another one. First the answer of the page
+ANSWER = [
+    ("each its own", None,
+     [("diff", "softmax"), ("diff", "2 heads, norm, factor"), ("diff_v2", "softmax")]),
+    (f"{LOW:g} for both", LOW, [("diff", "softmax"), ("softmax, norm", "softmax")]),
+]
+# then what each part does
+PARTS = [
+    ("diff", "softmax, norm"), ("softmax, norm", "softmax"), ("2 heads", "softmax"),
+    ("diff, no norm", "softmax"), ("diff, no norm", "2 heads"),
+    ("diff, λ_init 0.8", "softmax"), ("diff, λ_init 0.8", "2 heads, norm, factor 0.2"),
+    ("softmax, norm, factor 0.2", "softmax"), ("diff_v2", "softmax, norm, factor 0.2"),
+    ("diff_v2", "softmax, V2's MLP"), ("gate", "softmax"), ("average", "softmax"),
+]
+# then longer runs and larger models, and one rate for both
+SETTINGS = {"2,000 steps": dict(text="stdlib", steps=2000), "2.7 M parameters": dict(size="2.7 M")}
+IN_SETTINGS = [
+    ("diff", "softmax"), ("softmax, norm", "softmax"), ("diff", "2 heads, norm, factor"),
+    ("2 heads, norm, factor 0.2", "softmax"),
+]
+AT_RATES = [("diff", "softmax"), ("diff", "softmax, norm"), ("softmax, norm", "softmax")]
+DRAWN = ("std 0.05", "std 1")
+JSON = RESULTS / "start.json"
+LOOKS = (0, 100, 500)  # steps at which the stream is looked at
+COLORS = {"softmax": "#0072B2", "softmax, norm": "#009E73", "diff": "#D55E00"}
 
 
 class Data:
-    """The runs of start.json, by cell, embedding and rate."""
+    """The runs of start.json, by machine, cell and embedding."""
 
     def __init__(self, runs):
-        self.found = {}  # {(cell, std): {rate: {(machine, seed): val loss}}}
+        self.found = {}  # {(machine, cell, std): {rate: {seed: val loss}}}
         for run in runs:
             cell = Cell(**{field.name: run[field.name] for field in fields(Cell)})
-            rates = self.found.setdefault((cell, run["std"]), {})
-            rates.setdefault(run["lr"], {})[run["at"], run["seed"]] = run["val_loss"]
+            rates = self.found.setdefault((run["at"], cell, run["std"]), {})
+            rates.setdefault(run["lr"], {})[run["seed"]] = run["val_loss"]
+        at = Counter(run["at"] for run in runs)
+        self.machines = [machine for machine, _ in at.most_common()]
 
-    def at(self, cell, std, lr):
-        """{machine: losses} of the few seeds that were run at each rate."""
-        return by_machine(self.found.get((cell, std), {}).get(lr, {}), lambda seed: seed in FEW)
+    def at(self, cell, std, lr, machine):
+        """The losses of the few seeds that were run at each rate."""
+        losses = self.found.get((machine, cell, std), {}).get(lr, {})
+        return [loss for seed, loss in losses.items() if seed in FEW]
 
-    def reported(self, cell, std):
-        """(rate, {machine: losses}): the rate that some seeds chose, and what the others gave."""
-        rates = self.found.get((cell, std))
-        if rates is None:
-            return None, {}
+    def reported(self, cell, std, machine):
+        """(rate, losses): the rate that some seeds chose, and what the others gave."""
+        rates = self.found.get((machine, cell, std), {})
         is_sign = cell.head == "tied" and cell.row in V2 and cell.text == "manual"
         chosen_on = CHOOSE_V2_ON if is_sign else CHOOSE_ON
         mean = {}
         for rate, losses in rates.items():
-            tried = [loss for (_, seed), loss in losses.items() if seed in chosen_on]
+            tried = [loss for seed, loss in losses.items() if seed in chosen_on]
             if tried:
                 mean[rate] = fmean(tried)
-        rate = min(mean, key=mean.get)
-        return rate, by_machine(rates[rate], lambda seed: seed not in chosen_on)
+        if not mean:  # the rate was chosen on another machine
+            rate = next(iter(rates), None)
+        else:
+            rate = min(mean, key=mean.get)
+        return rate, [loss for seed, loss in rates.get(rate, {}).items() if seed not in chosen_on]
+
+    def pair(self, a, b, std, lr=None):
+        """The losses of two cells on one machine, which has most runs of those that have both.
+
+        lr: one rate for both; None: each at its own. ([], []) if no machine has both.
+        """
+        for machine in self.machines:
+            if lr is None:
+                pair = [self.reported(cell, std, machine)[1] for cell in (a, b)]
+            else:
+                pair = [self.at(cell, std, lr, machine) for cell in (a, b)]
+            if all(pair):
+                return pair
+        return [], []
 
 
-def by_machine(losses, wanted):
-    """{machine: the losses of the wanted seeds} of {(machine, seed): loss}."""
-    found = {}
-    for (machine, seed), loss in losses.items():
-        if wanted(seed):
-            found.setdefault(machine, []).append(loss)
-    return found
-
-
-def most(losses):
-    """Those of the machine that has most, of {machine: losses}."""
-    return max(losses.values(), key=len, default=[])
-
-
-def pair_of(a, b):
-    """(losses of a, losses of b, is it on one machine?) of two {machine: losses}.
-
-    The machine is that which has most runs of both. If there is none, all runs are taken.
-    """
-    both = {machine: min(len(a[machine]), len(b[machine])) for machine in a if machine in b}
-    if both and max(both.values()) >= 3:
-        machine = max(both, key=both.get)
-        return a[machine], b[machine], True
-    return sum(a.values(), []), sum(b.values(), []), False
+def name_of(row):
+    return NAMES.get(row, row)
 
 
 def words(rows):
     """The difference of two rows, like "diff − softmax"."""
-    return " − ".join(NAMES.get(row, row) for row in rows)
+    return " − ".join(map(name_of, rows))
 
 
-def losses_of(data, rows, std, lr=None):
-    """Of two rows, at a rate for both, or each at its own: see pair_of. None: too few were run."""
-    cells = [Cell(row, "own") for row in rows]
-    if lr is None:
-        found = [data.reported(cell, std)[1] for cell in cells]
-    else:
-        found = [data.at(cell, std, lr) for cell in cells]
-    a, b, on_one_machine = pair_of(*found)
-    return (a, b, on_one_machine) if min(len(a), len(b)) >= len(FEW) else None
+def line_of(data, rows, lr=None, level=0.95, starts=STARTS, **where):
+    """The cells of a line: the difference of two rows at each start, and n.
 
-
-def marked(a, b, on_one_machine):
-    """Their difference, bold if it excludes 0 when corrected for the number of cells."""
-    text = stats.plus_minus(*stats.difference(a, b))
-    mean, half = stats.difference(a, b, CORRECTED)
-    if abs(mean) > half:
-        text = f"**{text}**"
-    return text if on_one_machine else f"{text} †"
-
-
-def line_of(data, rows, lr=None):
-    """The cells of a line: the difference of two rows at both starts, and n."""
+    level: of the interval that makes a difference bold if it excludes 0.
+    """
     line = {}
-    n = []
-    for name, std in STD.items():
+    ns = []
+    for name, std in starts.items():
         line[name] = ""
-        found = losses_of(data, rows, std, lr)
-        if found is not None:
-            a, b, on_one_machine = found
-            line[name] = marked(a, b, on_one_machine)
-            n += [len(a), len(b)]
-    return line | {"n": min(n)}
+        a, b = data.pair(*(Cell(row, "own", **where) for row in rows), std, lr)
+        n = min(len(a), len(b))
+        if n >= 3:
+            text = stats.plus_minus(*stats.difference(a, b))
+            mean, half = stats.difference(a, b, level)
+            line[name] = f"**{text}**" if abs(mean) > half else text
+            ns.append(n)
+    return line | {"n": ", ".join(map(str, sorted(set(ns), reverse=True)))}
 
 
-def table_of_answer(data):
-    """The first table of the page."""
-    own = [{"rate": "each its own", "difference": words(rows)} | line_of(data, rows)
-           for rows in ANSWER]
-    low = [{"rate": f"{LOW:g} for both", "difference": words(rows)} | line_of(data, rows, LOW)
-           for rows in ANSWER_AT_LOW]
-    return own + low
+def lines_of_contrasts(data, level=0.95):
+    """(answer, parts, settings): the three tables of differences. level: see line_of."""
+    answer = [{"rate": name, "difference": words(rows)} | line_of(data, rows, lr, level)
+              for name, lr, contrasts in ANSWER for rows in contrasts]
+    parts = [{"difference": words(rows)} | line_of(data, rows, None, level) for rows in PARTS]
+    starts = {name: STARTS[name] for name in DRAWN}
+    settings = [{"setting": name, "difference": words(rows)}
+                | line_of(data, rows, None, level, starts, **setting)
+                for name, setting in SETTINGS.items() for rows in IN_SETTINGS]
+    return [[line for line in table if line["n"]] for table in (answer, parts, settings)]
 
 
-def table_of_parts(data, parts):
-    """What each of the parts does, each row at its own rate."""
-    return [{"part": part, "difference": words(rows)} | line_of(data, rows)
-            for part, rows in parts.items()]
-
-
-def table_of_length(data):
-    """Losses after 2,000 steps at std 1: of seed 1 at some rates, and of others at their own."""
-    found = {}
-    for row in SHOWN:
-        cell = Cell(row, "own", text="stdlib", steps=2000)
-        rates = data.found.get((cell, 1.0), {})
-        tried = {lr: loss for lr, losses in rates.items()
-                 for (_, seed), loss in losses.items() if seed == 1}
-        found[row] = tried, most(data.reported(cell, 1.0)[1])
-    table = []
-    for row, (tried, losses) in found.items():
-        line = {"2,000 steps, std 1": NAMES.get(row, row)}
-        for lr in sorted({lr for tried, _ in found.values() for lr in tried}):
-            line[f"{lr:g}, seed 1"] = f"{tried[lr]:.3f}" if lr in tried else ""
-        mean = stats.plus_minus(*stats.mean_interval(losses)) if losses else ""
-        table.append(line | {"its own rate, other seeds": mean, "n": len(losses)})
-    return table
+def count(tables):
+    """How many differences stand in these tables."""
+    return sum(bool(line.get(start)) for table in tables for line in table for start in STARTS)
 
 
 def table_of_rates(data):
     """What one would see who tried one rate."""
     table = []
-    for name, std in STD.items():
+    for name in DRAWN:
         for rows in AT_RATES:
-            line = {"start": name, "difference": words(rows)}
+            line = {}
             for lr in RATES:
-                a, b, _ = losses_of(data, rows, std, lr)
-                line[f"{lr:g}"] = stats.plus_minus(*stats.difference(a, b), digits=2)
-            table.append(line)
+                a, b = data.pair(*(Cell(row, "own") for row in rows), STARTS[name], lr)
+                line[f"{lr:g}"] = stats.plus_minus(*stats.difference(a, b), digits=2) if a else ""
+            if any(line.values()):
+                table.append({"start": name, "difference": words(rows)} | line)
     return table
 
 
 def parts_of(data):
-    """{name: text} of the parts of start.md that are made of the runs."""
-    tables = {
-        "answer": table_of_answer(data),
-        "second map": table_of_parts(data, SECOND_MAP),
-        "parts": table_of_parts(data, PARTS),
-        "length": table_of_length(data),
-        "rates": table_of_rates(data),
-    }
-    return {name: stats.markdown(table) for name, table in tables.items()}
+    """{name: text} of the tables of start.md, as far as there are runs for them."""
+    n = count(lines_of_contrasts(data))
+    tables = lines_of_contrasts(data, level=1 - 0.05 / max(n, 1))  # by Bonferroni
+    tables = dict(zip(("answer", "parts", "settings"), tables), rates=table_of_rates(data))
+    return {name: stats.markdown(table) for name, table in tables.items() if table}
 
+
+# ---- the figures
 
 def draw_rates(data, path):
     """Val loss against the rate, a panel for each start."""
     figure, axes = stats.new_figure(1, 2, width=9, height=5.5)
-    for ax, (name, std) in zip(axes, STD.items()):
+    for ax, name in zip(axes, DRAWN):
         for row in SHOWN:
-            found = [most(data.at(Cell(row, "own"), std, lr)) for lr in RATES]
+            found = [data.at(Cell(row, "own"), STARTS[name], lr, data.machines[0]) for lr in RATES]
             means = [fmean(losses) for losses in found]
-            ax.plot(RATES, means, color=COLORS[row], linewidth=3, label=NAMES.get(row, row))
+            ax.plot(RATES, means, color=COLORS[row], linewidth=3, label=name_of(row))
             for lr, losses in zip(RATES, found):
                 ax.plot([lr] * len(losses), losses, "o", color=COLORS[row], alpha=0.4)
         ax.set(xscale="log", title=f"embedding's {name}", ylim=(1.47, 2.15))
@@ -229,7 +196,7 @@ def draw_rates(data, path):
         ax.set_xticks([], minor=True)
         ax.set_xlabel("learning rate")
     axes[0].set_ylabel("val loss, nats a byte\n(lower is better)")
-    axes[1].legend(frameon=False, loc="upper center")
+    axes[0].legend(frameon=False, loc="upper center")
     figure.savefig(path)
 
 
@@ -256,7 +223,7 @@ def measure_stream(data):
     _, val = load_text("manual")
     idx = load_sequences(val, range(16), 256)
     for row in SHOWN:
-        for std in STD.values():
+        for std in (STARTS[name] for name in DRAWN):
             cell = Cell(row, "own")
 
             def look(step, model, row=row, std=std):
@@ -265,19 +232,19 @@ def measure_stream(data):
                     found.append(dict(row=row, std=std, step=step, shares=shares))
                     print(found[-1], flush=True)
 
-            train_one(cell, std, data.reported(cell, std)[0], 3, look)
+            train_one(cell, std, data.reported(cell, std, data.machines[0])[0], 3, look)
     return found
 
 
 def draw_stream(stream, path):
     """What attention adds, by layer, before the first step and after the last: a panel a start."""
     figure, axes = stats.new_figure(1, 2, width=9, height=5.5)
-    for ax, (name, std) in zip(axes, STD.items()):
+    for ax, name in zip(axes, DRAWN):
         for look in stream:
-            if look["std"] == std and look["step"] in (LOOKS[0], LOOKS[-1]):
+            if look["std"] == STARTS[name] and look["step"] in (LOOKS[0], LOOKS[-1]):
                 is_first = look["step"] == LOOKS[0]
                 row = look["row"]
-                label = NAMES.get(row, row) if is_first else None
+                label = name_of(row) if is_first else None
                 ax.plot(range(1, 5), look["shares"], "-" if is_first else ":", marker="o",
                         color=COLORS[row], linewidth=3, label=label)
         ax.set(yscale="log", ylim=(0.02, 30), title=f"embedding's {name}", xlabel="layer")
@@ -287,18 +254,22 @@ def draw_stream(stream, path):
         ax.set_yticks([], minor=True)
     axes[0].set_ylabel("size of what attention adds,\nbeside the stream that it reads")
     title = "solid: at the start\ndotted: after 500 steps"
-    axes[0].legend(frameon=False, loc="upper center", title=title)
+    axes[1].legend(frameon=False, loc="upper center", title=title)
     axes[1].tick_params(labelleft=False)
     figure.savefig(path)
 
 
-def collect(runs):
-    """These runs, and those below out/start, of which each takes the place of an older one."""
+def read_runs():
+    """The runs below out/start."""
     files = sorted(OUT.glob("*.jsonl"))
     if not files:
-        raise SystemExit(f"there are no runs below {OUT}: python -m lab.start trains them")
-    new = [json.loads(line) for file in files
-           for line in file.read_text(encoding="utf-8").splitlines()]
+        raise SystemExit(f"there are no runs below {OUT}: python -m lab.start run makes them")
+    return [json.loads(line) for file in files
+            for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def joined(runs, new):
+    """All of these runs, of which a new one takes the place of its like."""
     found = {}
     for run in runs + new:
         cell = tuple(run[field.name] for field in fields(Cell))
@@ -306,23 +277,34 @@ def collect(runs):
     return list(found.values())
 
 
-def main(argv=None):
-    p = stats.parser("lab.start_page", __doc__)
-    p.add_argument("verb", nargs="?", choices=["collect", "stream"])
-    verb = p.parse_args(argv).verb
-    file = RESULTS / "start.json"
-    about, runs = stats.read_json(file) if file.exists() else ({}, [])
-    if verb == "collect":
-        runs = collect(runs)
+def print_tables():
+    for name, text in parts_of(Data(read_runs())).items():
+        print(f"{name}\n\n{text}\n")
+
+
+def publish():
+    about, runs = stats.read_json(JSON)
     data = Data(runs)
-    if verb == "stream":
-        about["stream"] = measure_stream(data)
-    if verb is not None:
-        stats.write_json(file, about, runs)
     stats.renew(RESULTS / "start.md", parts_of(data))
     draw_rates(data, RESULTS / "start-rates.png")
-    if "stream" in about:
-        draw_stream(about["stream"], RESULTS / "start-stream.png")
+    draw_stream(about["stream"], RESULTS / "start-stream.png")
+
+
+def collect():
+    about, runs = stats.read_json(JSON)
+    stats.write_json(JSON, about, joined(runs, read_runs()))
+
+
+def stream():
+    about, runs = stats.read_json(JSON)
+    stats.write_json(JSON, about | dict(stream=measure_stream(Data(runs))), runs)
+
+
+def main(argv=None):
+    p = stats.parser("lab.start_page", __doc__)
+    verbs = dict(tables=print_tables, publish=publish, collect=collect, stream=stream)
+    p.add_argument("verb", choices=verbs)
+    verbs[p.parse_args(argv).verb]()
 
 
 if __name__ == "__main__":

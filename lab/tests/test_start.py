@@ -9,7 +9,7 @@ import torch
 
 import train
 from data import load_manual
-from lab import matches, start, start_page, stats
+from lab import minus, start, start_page, stats
 from lab.many import Together
 from lab.start import ROWS, Cell, Runs, Untied
 from model import GPT
@@ -98,7 +98,7 @@ def test_a_rate_is_chosen_inside_of_the_grid_and_no_run_is_made_twice(tiny, monk
 
 def test_a_piece_that_is_not_there_is_refused(capsys):
     with pytest.raises(SystemExit):
-        start.main(["--pieces=start: cosine"])
+        start.main(["run", "--pieces=start: cosine"])
     assert "there is no piece 'start: cosine'" in capsys.readouterr().err
 
 
@@ -106,26 +106,47 @@ def test_on_a_cpu_larger_models_are_trained_one_by_one(monkeypatch):
     made = []
     monkeypatch.setattr(start, "train_one", lambda *run: made.append(run) or abs(run[2] - 2e-3))
     start.OUT.mkdir(parents=True)
-    start.main(["--pieces=size: diff", "--device=cpu", "--at_once=1"])
+    start.main(["run", "--pieces=size: diff", "--device=cpu", "--at_once=1"])
     assert len(made) == 2 * (2 * 6 + 12)  # two starts: six rates on two seeds, and twelve others
 
 
 def test_new_runs_join_the_published_ones(tiny):
-    old = vars(Cell("diff", "own")) | dict(std=1.0, lr=1e-3, seed=1, val_loss=2.0, at="CPU")
     with pytest.raises(SystemExit, match="there are no runs below"):
-        start_page.collect([old])
+        start_page.main(["tables"])
+    old = vars(Cell("diff", "own")) | dict(std=1.0, lr=1e-3, seed=1, val_loss=2.0, at="CPU")
     new = [old | dict(val_loss=1.9), old | dict(seed=2)]
     text = "".join(json.dumps(run) + "\n" for run in new)
     (start.OUT / "a.jsonl").write_text(text, encoding="utf-8")
+    assert start_page.read_runs() == new
     others = [old | dict(seed=3), old | dict(at="H200")]
-    assert start_page.collect([old, *others]) == [new[0], *others, new[1]]
+    assert start_page.joined([old, *others], new) == [new[0], *others, new[1]]
 
 
-def test_two_rows_are_compared_on_one_machine_if_they_can_be():
-    a = {"H200": [1.0] * 9, "CPU": [2.0] * 4}
-    assert start_page.pair_of(a, {"CPU": [3.0] * 5}) == ([2.0] * 4, [3.0] * 5, True)
-    assert start_page.pair_of(a, a) == ([1.0] * 9, [1.0] * 9, True)
-    assert start_page.pair_of({"H200": [1.0]}, {"CPU": [3.0]}) == ([1.0], [3.0], False)
+def test_tables_of_own_runs_hold_these_alone(tiny, capsys):
+    for row in ("diff", "softmax"):
+        Runs(Cell(row, "own"), "cpu", at_once=6).make(
+            [(1.0, 1e-3, seed) for seed in (1, *start.FEW)])
+    start_page.main(["tables"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if " ± " in line]
+    assert [line.split(" | ")[:2] for line in lines] == [
+        ["| each its own", "diff − softmax"], ["| std 1", "diff − softmax"]]
+    assert lines[0].endswith(" | 5 |")
+
+
+def test_two_rows_are_compared_on_one_machine():
+    def run(row, at, seed, lr=1e-3):
+        return vars(Cell(row, "own")) | dict(std=1.0, lr=lr, seed=seed, at=at,
+                                             val_loss=seed + 0.5 * (at == "CPU"))
+
+    runs = [run("diff", "H200", seed) for seed in range(1, 9)]
+    runs += [run("diff", "CPU", seed) for seed in (1, 3, 4)]
+    runs += [run("softmax", "CPU", seed) for seed in (1, 3)]
+    cells = Cell("diff", "own"), Cell("softmax", "own")
+    assert list(start_page.Data(runs).pair(*cells, 1.0)) == [[3.5, 4.5], [3.5]]
+    runs += [run("softmax", "H200", seed) for seed in (1, 3)]
+    assert list(start_page.Data(runs).pair(*cells, 1.0)) == [[3, 4, 5, 6, 7, 8], [3]]
+    assert list(start_page.Data(runs).pair(*cells, 1.0, 1e-3)) == [[3, 4, 5, 6, 7], [3]]
+    assert list(start_page.Data(runs).pair(*cells, None)) == [[], []]
 
 
 def test_a_diverged_run_is_inf(tiny):
@@ -147,55 +168,70 @@ def stands_on(table, page):
 
 
 def test_the_pages_say_their_data():
-    about, runs = stats.read_json(stats.RESULTS / "start.json")
+    _, runs = stats.read_json(stats.RESULTS / "start.json")
     data = start_page.Data(runs)
     for part in start_page.parts_of(data).values():
         assert " ".join(part.split()).replace("−", "-") in words_of("start.md")
-    assert stands_on(matches.table_of_signs(), "minus.md")
+    assert stands_on(minus.table_of_signs(data), "minus.md")
+    assert stands_on(minus.table_of_lead(data), "minus.md")
 
-    def reported(rows, std=None, head="tied"):
-        return [data.reported(Cell(row, head), std)[1] for row in rows]
 
-    def less(*args):
-        a, b, on_one_machine = start_page.pair_of(*reported(*args))
-        assert on_one_machine
-        return stats.plus_minus(*stats.difference(a, b))
+def less(data, a, b, std=None, head="own", **where):
+    """row a − row b, like "0.123 ± 0.004"."""
+    pair = data.pair(*(Cell(row, head, **where) for row in (a, b)), std)
+    return stats.plus_minus(*stats.difference(*pair))
 
-    low = [data.at(Cell(row, "own"), 1.0, 5e-4)["H200"] for row in ("diff", "softmax")]
-    cost = fmean(low[1]) - fmean(reported(["softmax"], 1.0, "own")[0]["H200"])
-    on_cpu = [run for run in runs if run["row"] == "softmax" and run["head"] == "own"
-              and run["steps"] == 500 and run["at"] == "CPU"]
-    losses = {(run["std"], run["seed"]): run["val_loss"] for run in runs if run["lr"] == 4e-3
-              and run["row"] == "softmax" and run["head"] == "own" and run["at"] == "H200"}
-    machine = [losses[run["std"], run["seed"]] - run["val_loss"] for run in on_cpu]
-    assert len(machine) == 10
-    longer = [data.reported(Cell(row, "own", "stdlib", 2000), 1.0)[1]["CPU"]
-              for row in ("diff", "softmax")]
+
+def test_the_words_of_start_say_its_data():
+    _, runs = stats.read_json(stats.RESULTS / "start.json")
+    data = start_page.Data(runs)
+    low = [data.at(Cell(row, "own"), 1.0, 5e-4, "H200") for row in ("diff", "softmax")]
+    cost = fmean(low[1]) - fmean(data.reported(Cell("softmax", "own"), 1.0, "H200")[1])
+    longer = {row: data.found["H200", Cell(row, "own", "stdlib", 2000), 1.0][5e-4]
+              for row in start.SHOWN}
+    longer = {row: fmean(losses[seed] for seed in (1, 2)) for row, losses in longer.items()}
+    # runs that were made on both machines
+    key = lambda run: (*(run[name] for name in vars(Cell("", ""))), run["std"], run["lr"], run["seed"])
+    there = {key(run): run["val_loss"] for run in runs if run["at"] == "H200"}
+    both = {steps: [there[key(run)] - run["val_loss"] for run in runs
+                    if run["at"] == "CPU" and key(run) in there and run["steps"] == steps]
+            for steps in (500, 2000)}
+    large = dict(size="2.7 M")
+    tables = start_page.lines_of_contrasts(data)
     words = words_of("start.md")
     for number in [
+        f"for the {start_page.count(tables)} differences",
         f"At 0.0005 softmax is {cost:.2f} worse than at its own rate",
-        f"softmax is {less(['diff', 'softmax, norm'], 1.0, 'own')} ahead of `diff`",
-        f"`diff` is {less(['softmax', 'diff, no norm'], None, 'own')} ahead of softmax",
+        f"`diff` is {longer['softmax'] - longer['diff']:.3f} ahead, and softmax with the norm "
+        f"{longer['softmax'] - longer['softmax, norm']:.3f} (two seeds)",
+        f"{less(data, 'diff', 'softmax', None, **large)} behind with 2.7 M",
+        f"of 500 steps {len(both[500])}, which are {stats.plus_minus(*stats.mean_interval(both[500]))} lower",
+        f"of 2,000 steps {len(both[2000])}, which are level "
+        f"({stats.plus_minus(*stats.mean_interval(both[2000]))})",
+        f"missed: {less(data, 'diff', 'softmax, norm', 1.0)}",
+        f"missed as a mean, {less(data, 'diff, no norm', '2 heads', 1.0)}",
         f"held: {stats.plus_minus(*stats.difference(*low))}",
-        f"it is {stats.plus_minus(*stats.difference(*longer))} behind",
-        f"({less(['softmax', 'diff, λ_init 0.8'], None, 'own')} ahead)",
-        f"is {less(['softmax', '2 heads, norm, factor 0.2'], None, 'own')} ahead. So",
-        f"runs are {stats.plus_minus(*stats.mean_interval(machine))} lower there",
+        f"held: {less(data, 'softmax', 'diff, λ_init 0.8')} ahead",
+        f"false: {less(data, 'diff', 'softmax', 0.2)}",
+        f"{less(data, 'softmax, norm, factor 0.2', '2 heads, norm, factor 0.2')}; false at 1, "
+        f"{less(data, 'softmax, norm, factor 0.2', '2 heads, norm, factor 0.2', 1.0)}",
     ]:
-        assert number in words, number
+        assert number.replace("−", "-") in words, number
+
+
+def test_the_words_of_minus_say_its_data():
+    data = start_page.Data(stats.read_json(stats.RESULTS / "start.json")[1])
     words = words_of("minus.md")
     for number in [
-        f"`diff_v2` is {less(['softmax', 'diff_v2'])} ahead of softmax",
-        f"it is {less(['diff_v2, plus', 'diff_v2'])} worse than with the minus",
-        f"no better than softmax ({less(['diff_v2, plus', 'softmax'])} behind)",
-        f"Two gated maps are {less(['two gates', 'diff_v2'])} behind `diff_v2`",
+        f"`diff_v2` is {less(data, 'softmax', 'diff_v2', head='tied')} ahead of softmax",
+        f"Two gated maps are {less(data, 'two gates', 'diff_v2', head='tied')} behind `diff_v2`",
     ]:
         assert number in words, number
 
 
 def test_the_page_says_where_the_lead_lies():
     found = json.loads((stats.RESULTS / "matches.json").read_text())
-    assert stands_on(matches.table_of(found), "minus.md")
+    assert stands_on(minus.table_of(found), "minus.md")
     n_bytes = np.sum(found["counts"])
     leads = {name: np.sum(lead, axis=(1, 2)) / n_bytes for name, lead in found["leads"].items()}
     less = stats.mean_interval(list(leads["diff_v2"] - leads["longer"]))

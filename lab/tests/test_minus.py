@@ -1,9 +1,9 @@
-"""lab/matches.py: its matches by brute force, and that its table adds up."""
+"""lab/minus.py: its matches by brute force, and that its tables add up."""
 import numpy as np
 import pytest
 import torch
 
-from lab import matches, stats
+from lab import minus, stats
 from model import GPT, GPTConfig
 
 torch.set_num_threads(1)
@@ -23,33 +23,39 @@ def test_matches_by_brute_force():
     random = np.random.default_rng(0)
     tokens = random.integers(3, size=60).tolist()
     tokens[40:55] = tokens[5:20]
-    found = [matches.match_of(tokens, i) for i in range(len(tokens))]
+    found = [minus.match_of(tokens, i) for i in range(len(tokens))]
     assert found == [longest(tokens, i) for i in range(len(tokens))]
     assert max(length for length, _ in found) >= 15
 
 
 def test_each_byte_has_a_class_and_all_shares_sum_to_1():
     text = torch.tensor([list(b"abcabcabcabx the function the functions")])
-    names = matches.classes_of(text)
+    names = minus.classes_of(text)
     assert names[0, 10] == "8 and more, wrong" and names[0, 7] == "4 to 7, right"
     lead = [[[-3.0, 0.0], [0.0, -1.0]], [[-1.0, 0.0], [0.0, -1.0]]]  # two seeds
     found = dict(names=["a", "b"], counts=[[3, 1], [1, 3]], leads=dict(diff_v2=lead, longer=lead))
-    table = matches.table_of(found, resamples=50)
+    table = minus.table_of(found, resamples=50)
     assert [line["of all bytes, %"] for line in table] == ["50.0", "50.0"]
-    for title in matches.TITLES.values():
+    for title in minus.TITLES.values():
         assert [line[title].split()[0] for line in table] == ["67", "33"]
 
 
 def test_a_folder_without_runs_changes_nothing(tmp_path):
     before = (stats.RESULTS / "matches.json").read_bytes()
     with pytest.raises(SystemExit, match="there is no"):
-        matches.main([str(tmp_path)])
+        minus.main(["measure", str(tmp_path)])
     assert (stats.RESULTS / "matches.json").read_bytes() == before
 
 
 def test_losses_of_bytes_have_the_mean_of_the_model():
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=32, vocab_size=257))
     sequences = torch.randint(257, (20, 33))
-    losses = matches.losses_of(model, sequences)
+    losses = minus.losses_of(model, sequences)
     mean = model(sequences[:, :-1], sequences[:, 1:])[1].item()
     assert losses.shape == (20, 32) and abs(losses.mean() - mean) < 1e-5
+
+
+def test_a_lead_is_worth_the_steps_that_softmax_needs_for_it():
+    losses = {steps: 3 - 0.5 * np.log(steps) + 0.02 * np.log(steps) ** 2 for steps in (50, 200, 800)}
+    expected = 3 - 0.5 * np.log(300) + 0.02 * np.log(300) ** 2
+    assert minus.steps_with_loss(losses, expected) == pytest.approx(300)

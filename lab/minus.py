@@ -1,26 +1,29 @@
 """
-The minus in diff_v2: the tables of lab/results/minus.md.
+The minus in diff_v2: what lab/results/minus.md says of it.
+
+    python -m lab.minus publish                # the page's tables, from the published data
+    python -m lab.minus measure out/matches    # measures where the lead lies, in these runs:
 
     for s in 8 9 10 11 12 13 14 15 16 17; do
         python train.py --attn=softmax --lr=4e-3 --seed=$s --out=out/matches/$s
         python train.py --attn=diff_v2 --lr=2e-3 --seed=$s --out=out/matches/$s
         python train.py --attn=softmax --lr=4e-3 --seed=$s --steps=545 --out=out/matches/$s/longer
     done
-    python -m lab.matches out/matches    # measures them, and writes the tables
-    python -m lab.matches                # only writes the tables
 
-The first table compares the sign and its controls, from the runs of lab/start.py. The second asks
-where diff_v2's lead on softmax lies: where an earlier match misleads, or anywhere. A byte of the val
-text is predicted from those before it in its block. Its match is the longest run of bytes just
-before it that also stands earlier in the block. The byte that followed there is what the match
-predicts.
+The first table compares the sign and its controls, and the second says what diff_v2's lead is worth
+in steps. Both are from the runs of lab/start.py. The third asks where the lead lies: where an
+earlier match misleads, or anywhere. A byte of the val text is predicted from those before it in its
+block. Its match is the longest run of bytes just before it that also stands earlier in the block.
+The byte that followed there is what the match predicts.
 
 If differential attention cancels noise, its lead should lie where a long match predicts another
 byte than the one that comes. The control is softmax after 9 % more steps: a better model, without a
 minus. The intervals are by a bootstrap over seeds and over blocks of the text.
 """
 import json
+import math
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -29,26 +32,26 @@ import torch.nn.functional as F
 from data import load_manual, load_sequences
 from lab import text
 from lab.start import Cell
-from lab.start_page import Data, pair_of, words
+from lab.start_page import Data, words
 from lab.stats import RESULTS, difference, markdown, parser, plus_minus, read_json, renew
 from model import GPT
 
 SIGNS = [
     ("diff_v2", "softmax"), ("diff_v2, plus", "softmax"), ("two gates", "softmax"),
-    ("diff_v2", "diff_v2, plus"), ("diff_v2", "two gates"),
+    ("diff_v2", "diff_v2, plus"), ("diff_v2", "diff_v2, smaller plus"), ("diff_v2", "two gates"),
 ]
+JSON = RESULTS / "matches.json"
+LEAD_STEPS = (500, 2000, 8000)
 PAIRS = {"diff_v2": ("diff_v2", "softmax"), "longer": ("longer/softmax", "softmax")}
 TITLES = {"diff_v2": "of the lead of `diff_v2`, %", "longer": "of that of a longer softmax, %"}
 BLOCKS, T = 203, 256  # all of the val text, in blocks as train.py evaluates them
 
 
-def table_of_signs():
+def table_of_signs(data):
     """diff_v2 and its variants with a tied output layer, each at its own rate."""
     table = []
-    data = Data(read_json(RESULTS / "start.json")[1])
     for rows in SIGNS:
-        found = [data.reported(Cell(row, "tied"), None)[1] for row in rows]
-        a, b, _ = pair_of(*found)
+        a, b = data.pair(*(Cell(row, "tied") for row in rows), None)
         table.append({"difference": words(rows), "val loss": plus_minus(*difference(a, b)),
                       "n": min(len(a), len(b))})
     # where the rows of both are divided by their sum: from the runs of lab/text.py
@@ -57,6 +60,35 @@ def table_of_signs():
     plus = text.losses_of(runs, "a plus, rows sum to 1", text.FEW)
     table.append({"difference": "diff_v2 − diff_v2 with a plus, if the rows of both sum to 1",
                   "val loss": plus_minus(*difference(minus, plus)), "n": len(minus)})
+    return table
+
+
+def steps_with_loss(losses, loss):
+    """The steps after which softmax would have this loss: by a parabola of it in log steps.
+
+    losses: {steps: loss}, of three numbers of steps.
+    """
+    x = np.log(list(losses))
+    a, b, c = np.polyfit(x, list(losses.values()), 2)
+    # of the two solutions, that on the side where the loss falls
+    return float(np.exp((-b - math.sqrt(b * b - 4 * a * (c - loss))) / (2 * a)))
+
+
+def table_of_lead(data):
+    """What diff_v2's lead is worth: the further steps with which softmax would have its loss."""
+    found = {steps: data.pair(*(Cell(row, "tied", "stdlib", steps)
+                                for row in ("diff_v2", "softmax")), None) for steps in LEAD_STEPS}
+    losses = {steps: fmean(softmax) for steps, (_, softmax) in found.items()}
+    table = []
+    for steps, pair in found.items():
+        mean, half = difference(*pair)
+        more = [100 * (steps_with_loss(losses, losses[steps] + lead) / steps - 1)
+                for lead in (mean, mean + half, mean - half)]
+        table.append({
+            "steps": f"{steps:,}", "diff_v2 − softmax": plus_minus(mean, half),
+            "further steps of softmax, %": "{:.0f} ({:.0f} to {:.0f})".format(*more),
+            "n": len(pair[0]),
+        })
     return table
 
 
@@ -158,17 +190,23 @@ def table_of(found, resamples=4000):
     return table
 
 
+def publish():
+    data = Data(read_json(RESULTS / "start.json")[1])
+    found = json.loads(JSON.read_text())
+    tables = {"sign": table_of_signs(data), "lead": table_of_lead(data), "matches": table_of(found)}
+    renew(RESULTS / "minus.md", {name: markdown(table) for name, table in tables.items()})
+
+
 def main(argv=None):
-    p = parser("lab.matches", __doc__)
-    p.add_argument("folder", type=Path, nargs="?",
-                   help="of the runs, which are measured. Without it the page is written anew")
+    p = parser("lab.minus", __doc__)
+    verbs = p.add_subparsers(dest="verb", required=True)
+    verbs.add_parser("publish")
+    verbs.add_parser("measure").add_argument("folder", type=Path)
     args = p.parse_args(argv)
-    data = RESULTS / "matches.json"
-    if args.folder:
-        data.write_text(json.dumps(measure(args.folder)))
-    found = json.loads(data.read_text())
-    tables = {"sign": markdown(table_of_signs()), "matches": markdown(table_of(found))}
-    renew(RESULTS / "minus.md", tables)
+    if args.verb == "measure":
+        JSON.write_text(json.dumps(measure(args.folder)))
+    else:
+        publish()
 
 
 if __name__ == "__main__":
