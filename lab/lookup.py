@@ -29,21 +29,14 @@ from tqdm import tqdm
 
 from check_arm import lambda_of
 from lab import arms
-from lab.stats import (
-    COLORS, RESULTS, markdown, new_figure, parser, read_json, renew, write_json,
-)
+from lab.lookup_page import LONGER, NAMES, RIGHT, SIZES, draw, tables_of
+from lab.stats import RESULTS, parser, read_json, renew, write_json
 from model import ATTENTION, GPT, GPTConfig
 
 arms.register()
-QUERIES = 8
-RIGHT = 64 - QUERIES  # the pair that the first query asks for. A crowd is in those before it
+QUERIES = 64 - RIGHT
 STEPS = 1500
-SIZES = (0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48)  # of the crowds of a test
-LONGER = (256, 1024)  # pairs that are added in a test of longer texts
 SHOWN = {"softmax": 4.5e-3, "softmax_average": 2e-3, "diff": 2e-3}  # arms and rates
-NAMES = {"softmax": "one map", "softmax_average": "minus the average", "diff": "difference"}
-TITLES = {"softmax": "softmax: one map", "softmax_average": "minus the average",
-          "diff": "diff: minus another map"}
 
 
 @dataclass(frozen=True)
@@ -250,102 +243,10 @@ def shown_row(reader):
     return row | dict(weights=[round(weight, 5) for weight in weights])
 
 
-def draw_weights(shown, path):
-    """The weights of one query on 64 pairs: a panel for each of the rows `shown`."""
-    figure, axes = new_figure(1, len(shown), width=9, height=5)
-    for ax, row in zip(axes, shown):
-        weights = row["weights"]
-        crowd = sum(weights[:16])  # they have one value, so they add up
-        ax.bar(7.5, crowd, 16, color="#F3CFB3")
-        ax.bar(range(64), weights, 1, color=["#D55E00"] * 16 + ["#888888"] * 48)
-        ax.bar(RIGHT, weights[RIGHT], 3, color="#009E73")
-        is_first = ax is axes[0]
-        words = {0: ("16 wrong,\ntogether ", crowd), 46: ("the right\none ", weights[RIGHT])}
-        for x, (name, weight) in words.items():
-            text = f"{name if is_first else ''}{weight:.3f}".replace("-", "−")
-            ax.text(x, max(weight, 0) + 0.004, text, fontsize=16)
-        ax.set_title(TITLES[row["arm"]], fontsize=19 if len(shown) == 2 else 15)
-        ax.set(xticks=[], xlim=(-4, 78), ylim=(-0.03, 0.3))
-        ax.tick_params(labelleft=is_first)
-    axes[0].set_ylabel("weight")
-    figure.savefig(path)
-
-
-def draw(folder, shown, runs=()):
-    """The pictures of the rows `shown`. Dots are their arms among the runs, with other seeds."""
-    draw_weights(shown, folder / "lookup-weights.png")
-    draw_weights([shown[0], shown[2]], folder / "lookup-front.png")
-    figure, (ax,) = new_figure(width=6, height=4.8)
-    for row, line in zip(shown, ("-", "-", "--")):
-        color = COLORS[row["arm"]]
-        seeds = [shares(runs, "own", str(m), row=NAMES[row["arm"]]) for m in SIZES]
-        ax.plot(SIZES, seeds, ".", color=color, alpha=0.5)
-        ax.plot(row["right"], line, color=color, linewidth=3, label=NAMES[row["arm"]])
-    ax.axvline(math.exp(2), color="black", linestyle=":")
-    ax.text(math.exp(2) + 1, 50, "predicted for\none map: $e^{2}$ = 7.4", fontsize=10)
-    ax.set(xlabel="wrong pairs that agree, of 64", ylabel="right answers, %", ylim=(-3, 103))
-    ax.legend(loc="center right", frameon=False)
-    figure.savefig(folder / "lookup.png")
-    print(f"-> lookup-front.png, lookup-weights.png and lookup.png in {folder}")
-
-
-def shares(runs, read, test, kind=0, **settings):
-    """The % of a test in each of the runs that have these settings. kind: see test()."""
-    rows = [run for run in runs if settings.items() <= run.items()]
-    return [run[read][test][kind] for run in rows if test in run.get(read, {})]
-
-
-def percent(found):
-    """The mean of some %, with a digit more near 0 and 100."""
-    found = [share for share in found if share is not None]
-    if not found:
-        return "–"
-    mean = sum(found) / len(found)
-    return f"{mean:.1f}" if 0.05 <= mean < 0.95 or 99 < mean < 99.95 else f"{mean:.0f}"
-
-
-def answer_table(runs):
-    """The first table of the page: beside crowds of growing size."""
-    lines = []
-    for name in NAMES.values():
-        line = {"right, %, beside a crowd of": name}
-        line |= {m: percent(shares(runs, "own", m, row=name)) for m in ("4", "8", "16", "48")}
-        lines.append(line)
-    return markdown(lines)
-
-
-def crowd_table(runs):
-    """Beside crowds, after training on texts of 64 pairs with a cap of 2."""
-    lines = []
-    for row in dict.fromkeys(run["row"] for run in runs if run["row"] not in ("", "lengths")):
-        line = {"model": row}
-        line |= {f"right, % ({m})": percent(shares(runs, "own", m, row=row)) for m in ("16", "48")}
-        line["names the crowd, % (48)"] = percent(shares(runs, "own", "48", 1, row=row))
-        line["right with λ = 1, % (48)"] = percent(shares(runs, "1", "48", row=row))
-        lines.append(line | {"seeds": len(shares(runs, "own", "48", row=row))})
-    return markdown(lines)
-
-
-def length_table(runs):
-    """Beside more pairs that agree, after training on texts of 16 to 256 pairs."""
-    lines = []
-    for more in ("+256", "+1024"):
-        for arm, name in NAMES.items():
-            line = {"learned λ/λ = 1": f"{int(more):,} more: {name}"}
-            for tau in (1.5, 2.0, 2.5, 3.0, 3.5, None):
-                settings = dict(row="lengths", arm=arm, tau=tau)
-                cells = [percent(shares(runs, read, more, **settings)) for read in ("own", "1")]
-                line[f"cap {tau}" if tau else "no cap"] = "/".join(cells)
-            lines.append(line)
-    return markdown(lines)
-
-
 def publish():
     """Writes the tables into the page, and draws its figures."""
     _, runs = read_json(RESULTS / "lookup.json")
-    renew(RESULTS / "lookup.md", {
-        "answer": answer_table(runs), "crowds": crowd_table(runs), "lengths": length_table(runs),
-    })
+    renew(RESULTS / "lookup.md", tables_of(runs))
     draw(RESULTS, read_json(RESULTS / "lookup-shown.json")[1], runs)
 
 
@@ -366,8 +267,7 @@ def run_all():
             row |= measure(reader)
             write_json(out, about, runs)
             print(f"-> {out}: {row['arm']}, seed {row['seed']}")
-    for table_of in (answer_table, crowd_table, length_table):
-        print(f"\n{table_of(runs)}")
+    print("\n\n".join(tables_of(runs).values()))
 
 
 def show(steps=STEPS):

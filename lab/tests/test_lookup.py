@@ -1,5 +1,6 @@
 """The look-up: its texts and its model, and that lab/results/lookup.md says what its data say."""
 import math
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -7,14 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lab import lookup
-from lab.lookup import NAMES, RESULTS, SIZES, Reader, Run, make_texts, percent, shares, train
-from lab.stats import difference, read_json
+from lab import lookup, lookup_page
+from lab.lookup import RESULTS, Reader, Run, make_texts, train
+from lab.lookup_page import NAMES, percent, shares
+from lab.stats import read_json
 
 torch.set_num_threads(1)
 SETTINGS = [field.name for field in fields(Run)]
 RUNS = read_json(RESULTS / "lookup.json")[1]
-CAPS = (1.5, 2.0, 2.5, 3.0, 3.5)
 MINUS = ("diff", "softmax_average")
 
 
@@ -79,7 +80,7 @@ def test_the_runs_of_the_page_are_made_anew_and_not_twice(monkeypatch, capsys):
     monkeypatch.setattr(lookup, "measure", lambda reader: dict(next(results)))
     for _ in range(2):
         lookup.main(["run"])
-        assert lookup.crowd_table(RUNS) in capsys.readouterr().out
+        assert lookup_page.crowd_table(RUNS) in capsys.readouterr().out
     assert len(made) == len(RUNS)
     _, runs = read_json("out/lookup/lookup.json")
     assert all(run.items() >= {name: old[name] for name in SETTINGS}.items()
@@ -92,23 +93,13 @@ def of(**settings):
     return [run for run in RUNS if wanted.items() <= run.items()]
 
 
-def border(run):
-    """The crowd beside which half of the answers are right, on a line between two sizes."""
-    for m, next_m in zip(SIZES, SIZES[1:]):
-        more = run["own"][str(m)][0]
-        fewer = run["own"][str(next_m)][0]
-        if fewer < 50:
-            return m + (more - 50) / (more - fewer) * (next_m - m)
-
-
 def lengths(read, more, arm, tau, kind=0):
     return shares(RUNS, read, more, kind, row="lengths", arm=arm, tau=tau)
 
 
 def ahead(more, read, tau):
     """Difference less average in points, like "+10 ± 1"."""
-    gap = difference(*(lengths(read, more, arm, tau) for arm in MINUS))
-    return "{:+.0f} ± {:.0f}".format(*gap).replace("-", "−")
+    return lookup_page.lead(RUNS, more, read, tau).replace("-", "−")
 
 
 def span(numbers, digits=0):
@@ -117,22 +108,16 @@ def span(numbers, digits=0):
 
 def test_the_page_says_what_the_data_say():
     page = (RESULTS / "lookup.md").read_text(encoding="utf-8")
-    for table_of in (lookup.answer_table, lookup.crowd_table, lookup.length_table):
-        assert table_of(RUNS) in page
-    borders = []
-    for tau, lr in zip(CAPS, (4.5e-3, 4.5e-3, 4.5e-3, 2e-3, 3e-3)):
-        borders.append(span([border(run) for run in of(arm="softmax", tau=tau, lr=lr)], 1))
+    for table in lookup_page.tables_of(RUNS).values():
+        assert re.sub(r"(?<!\w)-(?=\d)", "−", table) in page
     four = sorted(run["own"]["16"][0] for run in of(arm="softmax", heads=4, lr=3e-3))
     said = [
-        f"half of the answers are right beside | {' | '.join(borders)} |",
         f"three of five models are right in {span(four[2:])} % beside 16, and two never",
         f"by {ahead('+256', 'own', 2.0)[1:]} points at cap 2",
     ]
     one_map = [percent(lengths("1", more, "softmax", 2.0)) for more in ("+256", "+1024")]
     said.append("(piloted) | held, {} and {} |".format(*one_map))
     for more in ("+256", "+1024"):
-        numbers = " | ".join(ahead(more, "1", tau) for tau in (*CAPS, None))
-        said.append(f"{int(more):,} more | {numbers} |")
         said.append(f"{ahead(f'{more} in 16 crowds', '1', 2.0)} beside {int(more):,}")
     for arm in MINUS:
         rows = [run for run in RUNS if run["row"] == "lengths" and run["tau"] is not None]

@@ -1,0 +1,159 @@
+"""
+The tables and the figures of lab/results/lookup.md, from runs of lab/lookup.py.
+
+A run is a line of lookup.json: its settings, and for each test [% right, % that name the crowd], as
+read with its "own" lambda and with "1".
+"""
+import math
+
+from lab.stats import COLORS, difference, markdown, new_figure
+
+RIGHT = 56  # of 64 pairs that which the first query asks for. A crowd is in those before it
+SIZES = (0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48)  # of the crowds of a test
+LONGER = (256, 1024)  # pairs that are added in a test of longer texts
+CAPS = (1.5, 2.0, 2.5, 3.0, 3.5)
+NAMES = {"softmax": "one map", "softmax_average": "minus the average", "diff": "difference"}
+TITLES = {"softmax": "softmax: one map", "softmax_average": "minus the average",
+          "diff": "diff: minus another map"}
+RATES = {1.5: 4.5e-3, 2.0: 4.5e-3, 2.5: 4.5e-3, 3.0: 2e-3, 3.5: 3e-3}  # of one map, by its cap
+
+
+# ---- the figures
+
+def draw_weights(shown, path):
+    """The weights of one query on 64 pairs: a panel for each of the rows `shown`."""
+    figure, axes = new_figure(1, len(shown), width=9, height=5)
+    for ax, row in zip(axes, shown):
+        weights = row["weights"]
+        crowd = sum(weights[:16])  # they have one value, so they add up
+        ax.bar(7.5, crowd, 16, color="#F3CFB3")
+        ax.bar(range(64), weights, 1, color=["#D55E00"] * 16 + ["#888888"] * 48)
+        ax.bar(RIGHT, weights[RIGHT], 3, color="#009E73")
+        is_first = ax is axes[0]
+        words = {0: ("16 wrong,\ntogether ", crowd), 46: ("the right\none ", weights[RIGHT])}
+        for x, (name, weight) in words.items():
+            text = f"{name if is_first else ''}{weight:.3f}".replace("-", "−")
+            ax.text(x, max(weight, 0) + 0.004, text, fontsize=16)
+        ax.set_title(TITLES[row["arm"]], fontsize=19 if len(shown) == 2 else 15)
+        ax.set(xticks=[], xlim=(-4, 78), ylim=(-0.03, 0.3))
+        ax.tick_params(labelleft=is_first)
+    axes[0].set_ylabel("weight")
+    figure.savefig(path)
+
+
+def draw(folder, shown, runs=()):
+    """The pictures of the rows `shown`. Dots are their arms among the runs, with other seeds."""
+    draw_weights(shown, folder / "lookup-weights.png")
+    draw_weights([shown[0], shown[2]], folder / "lookup-front.png")
+    figure, (ax,) = new_figure(width=6, height=4.8)
+    for row, line in zip(shown, ("-", "-", "--")):
+        color = COLORS[row["arm"]]
+        seeds = [shares(runs, "own", str(m), row=NAMES[row["arm"]]) for m in SIZES]
+        ax.plot(SIZES, seeds, ".", color=color, alpha=0.5)
+        ax.plot(row["right"], line, color=color, linewidth=3, label=NAMES[row["arm"]])
+    ax.axvline(math.exp(2), color="black", linestyle=":")
+    ax.text(math.exp(2) + 1, 50, "predicted for\none map: $e^{2}$ = 7.4", fontsize=10)
+    ax.set(xlabel="wrong pairs that agree, of 64", ylabel="right answers, %", ylim=(-3, 103))
+    ax.legend(loc="center right", frameon=False)
+    figure.savefig(folder / "lookup.png")
+    print(f"-> lookup-front.png, lookup-weights.png and lookup.png in {folder}")
+
+
+# ---- the tables
+
+def shares(runs, read, test, kind=0, **settings):
+    """The % of a test in each of the runs that have these settings. kind: see test()."""
+    rows = [run for run in runs if settings.items() <= run.items()]
+    return [run[read][test][kind] for run in rows if test in run.get(read, {})]
+
+
+def percent(found):
+    """The mean of some %, with a digit more near 0 and 100."""
+    found = [share for share in found if share is not None]
+    if not found:
+        return "–"
+    mean = sum(found) / len(found)
+    return f"{mean:.1f}" if 0.05 <= mean < 0.95 or 99 < mean < 99.95 else f"{mean:.0f}"
+
+
+def answer_table(runs):
+    """The first table of the page: beside crowds of growing size."""
+    lines = []
+    for name in NAMES.values():
+        line = {"right, %, beside a crowd of": name}
+        line |= {m: percent(shares(runs, "own", m, row=name)) for m in ("4", "8", "16", "48")}
+        lines.append(line)
+    return markdown(lines)
+
+
+def crowd_table(runs):
+    """Beside crowds, after training on texts of 64 pairs with a cap of 2."""
+    lines = []
+    for row in dict.fromkeys(run["row"] for run in runs if run["row"] not in ("", "lengths")):
+        line = {"model": row}
+        line |= {f"right, % ({m})": percent(shares(runs, "own", m, row=row)) for m in ("16", "48")}
+        line["names the crowd, % (48)"] = percent(shares(runs, "own", "48", 1, row=row))
+        line["right with λ = 1, % (48)"] = percent(shares(runs, "1", "48", row=row))
+        lines.append(line | {"seeds": len(shares(runs, "own", "48", row=row))})
+    return markdown(lines)
+
+
+def length_table(runs):
+    """Beside more pairs that agree, after training on texts of 16 to 256 pairs."""
+    lines = []
+    for more in (f"+{number}" for number in LONGER):
+        for arm, name in NAMES.items():
+            line = {"learned λ/λ = 1": f"{int(more):,} more: {name}"}
+            for tau in (*CAPS, None):
+                settings = dict(row="lengths", arm=arm, tau=tau)
+                cells = [percent(shares(runs, read, more, **settings)) for read in ("own", "1")]
+                line[f"cap {tau}" if tau else "no cap"] = "/".join(cells)
+            lines.append(line)
+    return markdown(lines)
+
+
+def border(run):
+    """The crowd beside which half of the answers are right, on a line between two sizes."""
+    for m, next_m in zip(SIZES, SIZES[1:]):
+        more = run["own"][str(m)][0]
+        fewer = run["own"][str(next_m)][0]
+        if fewer < 50:
+            return m + (more - 50) / (more - fewer) * (next_m - m)
+
+
+def border_table(runs):
+    """The border of one map at each cap, beside what is predicted."""
+    predicted = {"cap τ": "e^τ"}
+    found = {"cap τ": "half of the answers are right beside"}
+    for tau in CAPS:
+        settings = dict(arm="softmax", tau=tau, lr=RATES[tau], heads=1, norm=True,
+                        train_pairs=64, keys=256, values=128)
+        borders = [border(run) for run in runs if settings.items() <= run.items() and "own" in run]
+        predicted[f"{tau:g}"] = f"{math.exp(tau):.1f}"
+        found[f"{tau:g}"] = f"{min(borders):.1f} to {max(borders):.1f}" if borders else "–"
+    return markdown([predicted, found])
+
+
+def lead(runs, more, read, tau):
+    """The difference less the average in points, like "+10 ± 1", beside so many pairs more."""
+    pair = [shares(runs, read, more, row="lengths", arm=arm, tau=tau)
+            for arm in ("diff", "softmax_average")]
+    return "{:+.0f} ± {:.0f}".format(*difference(*pair)) if all(pair) else "–"
+
+
+def lead_table(runs):
+    """The lead of the difference in longer texts, with lambda = 1 in both."""
+    lines = []
+    for number in LONGER:
+        line = {"beside": f"{number:,} more"}
+        for tau in (*CAPS, None):
+            line[f"cap {tau}" if tau else "no cap"] = lead(runs, f"+{number}", "1", tau)
+        lines.append(line)
+    return markdown(lines)
+
+
+def tables_of(runs):
+    """{name: text} of the tables of the page."""
+    tables = {"answer": answer_table, "borders": border_table, "crowds": crowd_table,
+              "lead": lead_table, "lengths": length_table}
+    return {name: table_of(runs) for name, table_of in tables.items()}
