@@ -1,8 +1,8 @@
 """
-The tables and the figures of lab/results/start.md, from lab/results/start.json.
+The tables and figures of start.md and start-record.md in lab/results, from start.json.
 
     python -m lab.start_page tables     # prints the tables of the runs below out/start alone
-    python -m lab.start_page publish    # the page's tables and figures, from start.json
+    python -m lab.start_page publish    # the pages' tables and figures, from start.json
     python -m lab.start_page collect    # puts the runs below out/start into start.json
     python -m lab.start_page stream     # trains six models, measures what attention adds, and puts
                                         # it into start.json: 20 minutes on a core
@@ -24,15 +24,16 @@ from lab.stats import RESULTS
 STARTS = {"std 0.05": None, "std 0.2": 0.2, "std 1": 1.0}  # the embedding's, at its start
 LOW = 5e-4  # an eighth of the rate that softmax, softmax with the norm and diff chose at std 1
 NAMES = {  # of rows, where they are not those of lab/start.py
-    "softmax, norm": "softmax with diff's norm",
+    "softmax, norm": "softmax with a norm",
     "2 heads": "softmax with half the heads",
     "2 heads, norm, factor": "diff without its second map",
     "2 heads, norm, factor 0.2": "diff with λ_init 0.8, without its second map",
-    "softmax, norm, factor 0.2": "softmax with diff's norm and the factor 0.2",
+    "softmax, norm, factor 0.2": "softmax with a norm and the factor 0.2",
     "diff, no norm": "diff without its norm",
     "diff, λ_init 0.8": "diff with λ_init 0.8",
     "softmax, V2's MLP": "softmax with diff_v2's MLP",
     "average": "softmax minus the average",
+    "average, norm": "softmax with a norm, minus the average",
     "diff_v2, plus": "diff_v2 with a plus",
     "diff_v2, smaller plus": "diff_v2 with a smaller plus",
     "two gates": "two gated maps",
@@ -43,19 +44,32 @@ ANSWER = [
      [("diff", "softmax"), ("diff", "2 heads, norm, factor"), ("diff_v2", "softmax")]),
     (f"{LOW:g} for both", LOW, [("diff", "softmax"), ("softmax, norm", "softmax")]),
 ]
-# then what each part does
-PARTS = [
-    ("diff", "softmax, norm"), ("softmax, norm", "softmax"), ("2 heads", "softmax"),
-    ("diff, no norm", "softmax"), ("diff, no norm", "2 heads"),
-    ("diff, λ_init 0.8", "softmax"), ("diff, λ_init 0.8", "2 heads, norm, factor 0.2"),
-    ("softmax, norm, factor 0.2", "softmax"), ("diff_v2", "softmax, norm, factor 0.2"),
-    ("diff_v2", "softmax, V2's MLP"), ("gate", "softmax"), ("average", "softmax"),
+# then what each part does: the maps, heads, norm and factor of an arm, which is compared to softmax
+PARTS = {
+    "softmax, norm": (1, 4, "yes", ""),
+    "softmax, norm, factor 0.2": (1, 4, "yes", "0.2"),
+    "2 heads": (1, 2, "", ""),
+    "2 heads, norm, factor": (1, 2, "yes", "1 − λ_init"),
+    "2 heads, norm, factor 0.2": (1, 2, "yes", "0.2"),
+    "diff, no norm": (2, 2, "", ""),
+    "diff": (2, 2, "yes", "1 − λ_init"),
+    "diff, λ_init 0.8": (2, 2, "yes", "0.2"),
+    "diff_v2": (2, 4, "", ""),
+    "softmax, V2's MLP": (1, 4, "", ""),
+    "gate": (1, 4, "", ""),
+    "average": (1, 4, "", ""),
+    "average, norm": (1, 4, "yes", ""),
+}
+CONTRASTS = [
+    ("diff", "2 heads, norm, factor"), ("diff, no norm", "2 heads"),
+    ("diff, λ_init 0.8", "2 heads, norm, factor 0.2"),
+    ("diff", "softmax, norm"), ("diff_v2", "softmax, norm, factor 0.2"),
 ]
 # then longer runs and larger models, and one rate for both
 SETTINGS = {"2,000 steps": dict(text="stdlib", steps=2000), "2.7 M parameters": dict(size="2.7 M")}
 IN_SETTINGS = [
-    ("diff", "softmax"), ("softmax, norm", "softmax"), ("diff", "2 heads, norm, factor"),
-    ("2 heads, norm, factor 0.2", "softmax"),
+    ("diff", "softmax"), ("softmax, norm", "softmax"), ("2 heads, norm, factor 0.2", "softmax"),
+    ("diff", "2 heads, norm, factor"),
 ]
 AT_RATES = [("diff", "softmax"), ("diff", "softmax, norm"), ("softmax, norm", "softmax")]
 DRAWN = ("std 0.05", "std 1")
@@ -141,20 +155,26 @@ def line_of(data, rows, lr=None, level=0.95, starts=STARTS, **where):
 
 
 def lines_of_contrasts(data, level=0.95):
-    """(answer, parts, settings): the three tables of differences. level: see line_of."""
+    """{name: table} of the four tables of differences. level: see line_of."""
     answer = [{"rate": name, "difference": words(rows)} | line_of(data, rows, lr, level)
               for name, lr, contrasts in ANSWER for rows in contrasts]
-    parts = [{"difference": words(rows)} | line_of(data, rows, None, level) for rows in PARTS]
+    columns = ("maps", "heads", "norm", "factor")
+    parts = [{"arm": name_of(row)} | dict(zip(columns, of_row))
+                          | line_of(data, (row, "softmax"), None, level) for row, of_row in PARTS.items()]
+    contrasts = [{"difference": words(rows)} | line_of(data, rows, None, level)
+                 for rows in CONTRASTS]
     starts = {name: STARTS[name] for name in DRAWN}
     settings = [{"setting": name, "difference": words(rows)}
                 | line_of(data, rows, None, level, starts, **setting)
                 for name, setting in SETTINGS.items() for rows in IN_SETTINGS]
-    return [[line for line in table if line["n"]] for table in (answer, parts, settings)]
+    tables = dict(answer=answer, parts=parts, contrasts=contrasts, settings=settings)
+    return {name: [line for line in table if line["n"]] for name, table in tables.items()}
 
 
 def count(tables):
     """How many differences stand in these tables."""
-    return sum(bool(line.get(start)) for table in tables for line in table for start in STARTS)
+    lines = [line for table in tables.values() for line in table]
+    return sum(bool(line.get(start)) for line in lines for start in STARTS)
 
 
 def table_of_rates(data):
@@ -172,10 +192,10 @@ def table_of_rates(data):
 
 
 def parts_of(data):
-    """{name: text} of the tables of start.md, as far as there are runs for them."""
+    """{name: text} of the tables of both pages, as far as there are runs for them."""
     n = count(lines_of_contrasts(data))
     tables = lines_of_contrasts(data, level=1 - 0.05 / max(n, 1))  # by Bonferroni
-    tables = dict(zip(("answer", "parts", "settings"), tables), rates=table_of_rates(data))
+    tables["rates"] = table_of_rates(data)
     return {name: stats.markdown(table) for name, table in tables.items() if table}
 
 
@@ -285,7 +305,10 @@ def print_tables():
 def publish():
     about, runs = stats.read_json(JSON)
     data = Data(runs)
-    stats.renew(RESULTS / "start.md", parts_of(data))
+    parts = parts_of(data)
+    stats.renew(RESULTS / "start-record.md", {"rates": parts.pop("rates")})
+    stats.renew(RESULTS / "start.md", parts)
+
     draw_rates(data, RESULTS / "start-rates.png")
     draw_stream(about["stream"], RESULTS / "start-stream.png")
 
