@@ -105,10 +105,10 @@ class Data:
             tried = [loss for seed, loss in losses.items() if seed in chosen_on]
             if tried:
                 mean[rate] = fmean(tried)
-        if not mean:  # the rate was chosen on another machine
-            rate = next(iter(rates), None)
-        else:
+        if mean:
             rate = min(mean, key=mean.get)
+        else:  # no run, or those of one rate, which was chosen on another machine
+            rate = next(iter(rates), None)
         return rate, [loss for seed, loss in rates.get(rate, {}).items() if seed not in chosen_on]
 
     def pair(self, a, b, std, lr=None):
@@ -135,38 +135,41 @@ def words(rows):
     return " − ".join(map(name_of, rows))
 
 
-def line_of(data, rows, lr=None, level=0.95, starts=STARTS, **where):
+def line_of(data, rows, level, lr=None, starts=tuple(STARTS), **where):
     """The cells of a line: the difference of two rows at each start, and n.
 
-    level: of the interval that makes a difference bold if it excludes 0.
+    level: of the interval that makes a difference bold if it excludes 0. where: see Cell.
     """
     line = {}
-    ns = []
-    for name, std in starts.items():
+    ns = set()
+    for name in starts:
         line[name] = ""
-        a, b = data.pair(*(Cell(row, "own", **where) for row in rows), std, lr)
+        a, b = data.pair(*(Cell(row, "own", **where) for row in rows), STARTS[name], lr)
         n = min(len(a), len(b))
         if n >= 3:
             text = stats.plus_minus(*stats.difference(a, b))
             mean, half = stats.difference(a, b, level)
             line[name] = f"**{text}**" if abs(mean) > half else text
-            ns.append(n)
-    return line | {"n": ", ".join(map(str, sorted(set(ns), reverse=True)))}
+            ns.add(n)
+    return line | {"n": ", ".join(map(str, sorted(ns, reverse=True)))}
 
 
-def lines_of_contrasts(data, level=0.95):
+def differences(data, level=0.95):
     """{name: table} of the four tables of differences. level: see line_of."""
-    answer = [{"rate": name, "difference": words(rows)} | line_of(data, rows, lr, level)
-              for name, lr, contrasts in ANSWER for rows in contrasts]
-    columns = ("maps", "heads", "norm", "factor")
-    parts = [{"arm": name_of(row)} | dict(zip(columns, of_row))
-                          | line_of(data, (row, "softmax"), None, level) for row, of_row in PARTS.items()]
-    contrasts = [{"difference": words(rows)} | line_of(data, rows, None, level)
-                 for rows in CONTRASTS]
-    starts = {name: STARTS[name] for name in DRAWN}
-    settings = [{"setting": name, "difference": words(rows)}
-                | line_of(data, rows, None, level, starts, **setting)
-                for name, setting in SETTINGS.items() for rows in IN_SETTINGS]
+    answer, parts, contrasts, settings = [], [], [], []
+    for name, lr, all_rows in ANSWER:
+        for rows in all_rows:
+            line = {"rate": name, "difference": words(rows)}
+            answer.append(line | line_of(data, rows, level, lr))
+    for row, (maps, heads, norm, factor) in PARTS.items():
+        line = {"arm": name_of(row), "maps": maps, "heads": heads, "norm": norm, "factor": factor}
+        parts.append(line | line_of(data, (row, "softmax"), level))
+    for rows in CONTRASTS:
+        contrasts.append({"difference": words(rows)} | line_of(data, rows, level))
+    for name, setting in SETTINGS.items():
+        for rows in IN_SETTINGS:
+            line = {"setting": name, "difference": words(rows)}
+            settings.append(line | line_of(data, rows, level, starts=DRAWN, **setting))
     tables = dict(answer=answer, parts=parts, contrasts=contrasts, settings=settings)
     return {name: [line for line in table if line["n"]] for name, table in tables.items()}
 
@@ -193,8 +196,8 @@ def table_of_rates(data):
 
 def parts_of(data):
     """{name: text} of the tables of both pages, as far as there are runs for them."""
-    n = count(lines_of_contrasts(data))
-    tables = lines_of_contrasts(data, level=1 - 0.05 / max(n, 1))  # by Bonferroni
+    n = count(differences(data))
+    tables = differences(data, level=1 - 0.05 / max(n, 1))  # by Bonferroni
     tables["rates"] = table_of_rates(data)
     return {name: stats.markdown(table) for name, table in tables.items() if table}
 

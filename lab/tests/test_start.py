@@ -205,7 +205,7 @@ def test_the_words_of_start_say_its_data():
             for steps in (500, 2000)}
     lower = {steps: stats.plus_minus(*stats.mean_interval(gaps)) for steps, gaps in both.items()}
     long, large = dict(text="stdlib", steps=2000), dict(size="2.7 M")
-    tables = start_page.lines_of_contrasts(data)
+    tables = start_page.differences(data)
     at_2e_3 = [data.at(Cell(row, "own"), None, 2e-3, "H200") for row in ("diff", "softmax")]
     said = {"start.md": [
         f"corrected for the {start_page.count(tables)} cells",
