@@ -1,229 +1,32 @@
 """
-What does the subtraction buy? A look-up among pairs, on which a model trains in seconds.
+What does the subtraction buy? A look-up among pairs (lab/pairs.py), on which a model trains in
+seconds.
 
     python -m lab.lookup            # three models and the first picture: two minutes on one core
     python -m lab.lookup run        # trains all runs of the page anew, for hours, and prints the
                                     # tables that they make. It can be stopped
     python -m lab.lookup publish    # the tables and figures of the page, from its published data
 
-The task. A text is 64 pairs and then 8 queries. A pair is one token: the embedding of its key plus
-that of its value. A query is a key's embedding plus one that says "query", and the answer is the
-value of that key. There are no positions. A crowd is a number of pairs that share a value. The
-queries ask for other pairs, and all of those have different values.
-
-The model is one block of model.py, whose logits have a cap: none is larger than tau. It trains on
-plain texts, whose values are all different, and is tested beside crowds, which teach it nothing.
-
-The prediction. If a map gives the weight c to every wrong pair and r to the right one, a crowd of m
-has m c, and outvotes the right one from m = r / c on. With wrong logits around 0 that is e^tau. A
-minus that takes u from every pair moves this border to (r - u) / (c - u). If u is c, none outvotes.
+A run is a line of JSON: its settings, and for each test [% right, % that name the crowd], as read
+with its "own" lambda and with "1".
 """
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
-from tqdm import tqdm
 
-from check_arm import lambda_of
-from lab import arms
-from lab.lookup_page import LONGER, NAMES, RIGHT, SIZES, draw, tables_of
-from lab.stats import RESULTS, parser, read_json, renew, write_json
-from model import ATTENTION, GPT, GPTConfig
+from lab.pairs import LONGER, RIGHT, SIZES, STEPS, Run, measure, score, shown_texts, train
+from lab.stats import (
+    COLORS, RESULTS, difference, markdown, new_figure, parser, read_json, renew, write_json,
+)
 
-arms.register()
-QUERIES = 64 - RIGHT
-STEPS = 1500
 SHOWN = {"softmax": 4.5e-3, "softmax_average": 2e-3, "diff": 2e-3}  # arms and rates
-
-
-@dataclass(frozen=True)
-class Run:
-    """The settings of one trained model."""
-
-    arm: str
-    lr: float = 3e-3
-    seed: int = 3
-    tau: float | None = 2.0  # the largest logit. None: no cap
-    heads: int = 1  # of values. A differential arm has two maps for each of them
-    norm: bool = True  # an output norm
-    train_pairs: int | list = 64  # or [least, most]: drawn anew for each step
-    keys: int = 256  # different keys
-    values: int = 128  # different values
-
-
-class Texts(NamedTuple):
-    """B texts of N pairs, as they were drawn: first the crowd, last those that are asked for."""
-
-    key: torch.Tensor  # (B, N), from 0
-    value: torch.Tensor  # (B, N), from 0
-    rank: torch.Tensor  # (B, N), random numbers, whose order the pairs have in the text
-
-    def answer(self):
-        """(B, QUERIES)"""
-        return self.value[:, -QUERIES:]
-
-
-def make_texts(seed, B, N=64, m=0, more=0, crowds=1, keys=256, values=128):
-    """B texts of N pairs: m in a crowd, and the others with different values.
-
-    seed: a number, or a generator. more: pairs that are added, in `crowds` crowds. Their keys are
-    drawn, with repetition, from those that are left.
-    """
-    generator = torch.Generator().manual_seed(seed) if isinstance(seed, int) else seed
-    key = torch.rand(B, keys, generator=generator).argsort(-1)  # all of them, shuffled
-    shuffled = torch.rand(B, values, generator=generator)
-    value = shuffled.topk(2 * N, largest=False).indices  # argsort breaks ties in another way
-    free = torch.randint(N, keys, (B, more), generator=generator)
-    added = N + torch.arange(more) % crowds  # which of the values each of them has
-    return Texts(
-        key=torch.cat((key.gather(1, free), key[:, :N]), dim=1),
-        value=torch.cat((value[:, added], value[:, :1].expand(B, m), value[:, m:N]), dim=1),
-        rank=torch.rand(B, more + N, generator=generator),
-    )
-
-
-def shown_texts(m):
-    """The 128 texts of the pictures and the page: the same for every m, but that m pairs agree."""
-    return make_texts(4 * 10**6, 128, m=m)
-
-
-# ---- the model
-
-
-def capped(arm, tau):
-    """A subclass of this class of attention, in which no logit is larger than tau."""
-
-    class Capped(arm):
-        def project(self, x):
-            """All queries have one length, and so have all keys."""
-            q, k, v = super().project(x)
-            q = tau * math.sqrt(self.d) * F.normalize(q, dim=-1)
-            return q, F.normalize(k, dim=-1), v
-
-    return Capped
-
-
-def held(arm, number):
-    """A subclass of this class of attention, whose lambda is this number."""
-
-    class Held(arm):
-        def lam(self, x):
-            return number
-
-    return Held
-
-
-class Reader(GPT):
-    """One block that reads texts of pairs. held_lambda: a number that takes the place of lambda."""
-
-    def __init__(self, run, held_lambda=None):
-        config = GPTConfig(
-            attn=run.arm, n_layer=1, n_embd=64, rope_theta=0,
-            n_head=run.heads * ATTENTION[run.arm].value_width,
-            subln=float(run.norm),  # the same for all arms
-            vocab_size=run.keys + run.values + 1,  # and the mark of a query
-        )
-        super().__init__(config, seed=None)
-        self.run = run
-        arm = ATTENTION[run.arm]
-        if run.tau is not None:
-            arm = capped(arm, run.tau)
-        if held_lambda is not None:
-            arm = held(arm, held_lambda)
-        self.blocks[0].attn = arm(config, depth=0)
-        self.draw_parameters(run.seed)
-
-    def read_as(self, arm, lam):
-        """A Reader with these weights, as another arm, or the same one, whose lambda is lam."""
-        found = Reader(replace(self.run, arm=arm), held_lambda=lam)
-        found.load_state_dict(self.state_dict(), strict=False)  # an average has a lambda of its own
-        return found.eval()
-
-    def tokens(self, texts):
-        """The embedded texts, (B, T, C): a token for each pair, and one for each query."""
-        order = texts.rank.argsort(-1)  # which pair stands at each place
-        key = torch.cat((texts.key.gather(1, order), texts.key[:, -QUERIES:]), dim=1)
-        value = F.pad(texts.value.gather(1, order), (0, QUERIES), value=self.run.values)  # the mark
-        return self.wte(key) + self.wte(self.run.keys + value)  # rows behind those of the keys
-
-    def forward(self, texts):
-        """The logits of the values at the queries, (B, QUERIES, values)."""
-        block = self.blocks[0]
-        x = self.tokens(texts)
-        y = (x + block.attn(block.norm1(x)))[:, -QUERIES:]
-        y = y + block.mlp(block.norm2(y))
-        # the embedding is also the output layer, as in the GPT, but only values can be answers
-        values = self.wte.weight[self.run.keys :][: self.run.values]
-        return self.norm(y) @ values.T
-
-    @torch.no_grad()
-    def weights(self, texts):
-        """What a query takes from each pair, (B, h, QUERIES, N), in the order of drawing."""
-        A = self.blocks[0].attn.map(self.blocks[0].norm1(self.tokens(texts)))[:, :, -QUERIES:]
-        place = texts.rank.argsort(-1).argsort(-1)  # where each pair stands
-        return A.gather(-1, place[:, None, None].expand(*A.shape[:3], -1))
-
-    @torch.no_grad()
-    def own_lambda(self):
-        """The mean lambda of the queries. 0 if nothing is subtracted."""
-        x = self.blocks[0].norm1(self.tokens(shown_texts(0)))[:, -QUERIES:]
-        lam = lambda_of(self.blocks[0].attn, x)
-        return 0.0 if lam is None else round(lam, 4)
-
-
-def train(run, steps=STEPS):
-    """A trained Reader. Every step has new texts, the same for all arms."""
-    torch.set_num_threads(1)  # a model this small has nothing to share
-    reader = Reader(run)
-    optimizer = torch.optim.AdamW(reader.parameters(), lr=run.lr, betas=(0.9, 0.95), weight_decay=0)
-    generator = torch.Generator().manual_seed(run.seed)
-    for step in tqdm(range(steps), run.arm, mininterval=1):
-        rate = run.lr * min(1, (step + 1) / 50) * (1 - step / steps)
-        optimizer.param_groups[0]["lr"] = rate
-        N = run.train_pairs
-        if isinstance(N, list):
-            N = int(torch.randint(N[0], N[1] + 1, (), generator=generator))
-        texts = make_texts(generator, 32, N, keys=run.keys, values=run.values)
-        loss = F.cross_entropy(reader(texts).flatten(0, 1), texts.answer().flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(reader.parameters(), 1.0)
-        optimizer.step()
-    return reader.eval()
-
-
-@torch.no_grad()
-def test(reader, texts, crowd=0):
-    """[% of the answers that are right, % that name a value of the first `crowd` pairs]"""
-    found = []
-    for part in map(Texts._make, zip(*(x.split(32) for x in texts))):  # all would need gigabytes
-        said = reader(part).argmax(-1)  # (B, QUERIES)
-        names_crowd = (said[..., None] == part.value[:, None, :crowd]).any(-1)
-        found.append(torch.stack((said == part.answer(), names_crowd)))
-    return [round(100 * x, 2) for x in torch.cat(found, dim=1).float().mean((1, 2)).tolist()]
-
-
-def measure(reader):
-    """The results of a run: lambda, and those of each test with its own lambda and with 1.
-
-    A test is a crowd of "16" of the 64 pairs, or "+256" pairs more that agree.
-    """
-    sizes = dict(keys=reader.run.keys, values=reader.run.values)
-    tests = {str(m): (make_texts(10**6 + m, 512, m=m, **sizes), m) for m in SIZES}
-    for more in LONGER:
-        for name, crowds in ("", 1), (" in 16 crowds", 16):
-            texts = make_texts(2 * 10**6 + more, 256, more=more, crowds=crowds, **sizes)
-            tests[f"+{more}{name}"] = (texts, more)
-    found = {"lambda": reader.own_lambda()}
-    found["own"] = {name: test(reader, *of_test) for name, of_test in tests.items()}
-    arm = reader.run.arm
-    if arm != "softmax_sum":  # which has no minus
-        held = reader.read_as("softmax_average" if arm == "softmax" else arm, lam=1.0)
-        found["1"] = {name: test(held, *of_test) for name, of_test in tests.items()}
-    return found
+NAMES = {"softmax": "one map", "softmax_average": "minus the average", "diff": "difference"}
+TITLES = {"softmax": "softmax: one map", "softmax_average": "minus the average",
+          "diff": "diff: minus another map"}
+CAPS = (1.5, 2.0, 2.5, 3.0, 3.5)
+RATES = {1.5: 4.5e-3, 2.0: 4.5e-3, 2.5: 4.5e-3, 3.0: 2e-3, 3.5: 3e-3}  # of one map, by its cap
 
 
 # ---- what is shown: three models, in the pictures and on the page to play with
@@ -238,10 +41,153 @@ def shown_models(tau=2.0, steps=STEPS):
 def shown_row(reader):
     """Right answers beside crowds of 0 to 48 pairs, and the weights of one query with 16."""
     row = asdict(reader.run) | {"lambda": reader.own_lambda()}
-    row["right"] = [test(reader, shown_texts(m))[0] for m in range(SIZES[-1] + 1)]
+    row["right"] = [score(reader, shown_texts(m))[0] for m in range(SIZES[-1] + 1)]
     weights = reader.weights(shown_texts(16))[0, 0, 0].tolist()
     return row | dict(weights=[round(weight, 5) for weight in weights])
 
+
+# ---- the figures
+
+def draw_weights(shown, path):
+    """The weights of one query on 64 pairs: a panel for each of the rows `shown`."""
+    figure, axes = new_figure(1, len(shown), width=9, height=5)
+    for ax, row in zip(axes, shown):
+        weights = row["weights"]
+        crowd = sum(weights[:16])  # they have one value, so they add up
+        ax.bar(7.5, crowd, 16, color="#F3CFB3")
+        ax.bar(range(64), weights, 1, color=["#D55E00"] * 16 + ["#888888"] * 48)
+        ax.bar(RIGHT, weights[RIGHT], 3, color="#009E73")
+        is_first = ax is axes[0]
+        words = {0: ("16 wrong,\ntogether ", crowd), 46: ("the right\none ", weights[RIGHT])}
+        for x, (name, weight) in words.items():
+            text = f"{name if is_first else ''}{weight:.3f}".replace("-", "−")
+            ax.text(x, max(weight, 0) + 0.004, text, fontsize=16)
+        ax.set_title(TITLES[row["arm"]], fontsize=19 if len(shown) == 2 else 15)
+        ax.set(xticks=[], xlim=(-4, 78), ylim=(-0.03, 0.3))
+        ax.tick_params(labelleft=is_first)
+    axes[0].set_ylabel("weight")
+    figure.savefig(path)
+
+
+def draw(folder, shown, runs=()):
+    """The pictures of the rows `shown`. Dots are their arms among the runs, with other seeds."""
+    draw_weights(shown, folder / "lookup-weights.png")
+    draw_weights([shown[0], shown[2]], folder / "lookup-front.png")
+    figure, (ax,) = new_figure(width=6, height=4.8)
+    for row, line in zip(shown, ("-", "-", "--")):
+        color = COLORS[row["arm"]]
+        seeds = [shares(runs, "own", str(m), row=NAMES[row["arm"]]) for m in SIZES]
+        ax.plot(SIZES, seeds, ".", color=color, alpha=0.5)
+        ax.plot(row["right"], line, color=color, linewidth=3, label=NAMES[row["arm"]])
+    ax.axvline(math.exp(2), color="black", linestyle=":")
+    ax.text(math.exp(2) + 1, 50, "predicted for\none map: $e^{2}$ = 7.4", fontsize=10)
+    ax.set(xlabel="wrong pairs that agree, of 64", ylabel="right answers, %", ylim=(-3, 103))
+    ax.legend(loc="center right", frameon=False)
+    figure.savefig(folder / "lookup.png")
+    print(f"-> lookup-front.png, lookup-weights.png and lookup.png in {folder}")
+
+
+# ---- the tables
+
+def shares(runs, read, test, kind=0, **settings):
+    """The % of a test in each of the runs that have these settings. kind: see pairs.score."""
+    rows = [run for run in runs if settings.items() <= run.items()]
+    return [run[read][test][kind] for run in rows if test in run.get(read, {})]
+
+
+def percent(found):
+    """The mean of some %, with a digit more near 0 and 100."""
+    found = [share for share in found if share is not None]
+    if not found:
+        return "–"
+    mean = sum(found) / len(found)
+    return f"{mean:.1f}" if 0.05 <= mean < 0.95 or 99 < mean < 99.95 else f"{mean:.0f}"
+
+
+def answer_table(runs):
+    """The first table of the page: beside crowds of growing size."""
+    lines = []
+    for name in NAMES.values():
+        line = {"right, %, beside a crowd of": name}
+        line |= {m: percent(shares(runs, "own", m, row=name)) for m in ("4", "8", "16", "48")}
+        lines.append(line)
+    return markdown(lines)
+
+
+def crowd_table(runs):
+    """Beside crowds, after training on texts of 64 pairs with a cap of 2."""
+    lines = []
+    for row in dict.fromkeys(run["row"] for run in runs if run["row"] not in ("", "lengths")):
+        line = {"model": row}
+        line |= {f"right, % ({m})": percent(shares(runs, "own", m, row=row)) for m in ("16", "48")}
+        line["names the crowd, % (48)"] = percent(shares(runs, "own", "48", 1, row=row))
+        line["right with λ = 1, % (48)"] = percent(shares(runs, "1", "48", row=row))
+        lines.append(line | {"seeds": len(shares(runs, "own", "48", row=row))})
+    return markdown(lines)
+
+
+def length_table(runs):
+    """Beside more pairs that agree, after training on texts of 16 to 256 pairs."""
+    lines = []
+    for more in (f"+{number}" for number in LONGER):
+        for arm, name in NAMES.items():
+            line = {"learned λ/λ = 1": f"{int(more):,} more: {name}"}
+            for tau in (*CAPS, None):
+                settings = dict(row="lengths", arm=arm, tau=tau)
+                cells = [percent(shares(runs, read, more, **settings)) for read in ("own", "1")]
+                line[f"cap {tau}" if tau else "no cap"] = "/".join(cells)
+            lines.append(line)
+    return markdown(lines)
+
+
+def border(run):
+    """The crowd beside which half of the answers are right, on a line between two sizes."""
+    for m, next_m in zip(SIZES, SIZES[1:]):
+        more = run["own"][str(m)][0]
+        fewer = run["own"][str(next_m)][0]
+        if fewer < 50:
+            return m + (more - 50) / (more - fewer) * (next_m - m)
+
+
+def border_table(runs):
+    """The border of one map at each cap, beside what is predicted."""
+    predicted = {"cap τ": "e^τ"}
+    found = {"cap τ": "half of the answers are right beside"}
+    for tau in CAPS:
+        settings = dict(arm="softmax", tau=tau, lr=RATES[tau], heads=1, norm=True,
+                        train_pairs=64, keys=256, values=128)
+        borders = [border(run) for run in runs if settings.items() <= run.items() and "own" in run]
+        predicted[f"{tau:g}"] = f"{math.exp(tau):.1f}"
+        found[f"{tau:g}"] = f"{min(borders):.1f} to {max(borders):.1f}" if borders else "–"
+    return markdown([predicted, found])
+
+
+def lead(runs, more, read, tau):
+    """The difference less the average in points, like "+10 ± 1", beside so many pairs more."""
+    pair = [shares(runs, read, more, row="lengths", arm=arm, tau=tau)
+            for arm in ("diff", "softmax_average")]
+    return "{:+.0f} ± {:.0f}".format(*difference(*pair)) if all(pair) else "–"
+
+
+def lead_table(runs):
+    """The lead of the difference in longer texts, with lambda = 1 in both."""
+    lines = []
+    for number in LONGER:
+        line = {"beside": f"{number:,} more"}
+        for tau in (*CAPS, None):
+            line[f"cap {tau}" if tau else "no cap"] = lead(runs, f"+{number}", "1", tau)
+        lines.append(line)
+    return markdown(lines)
+
+
+def tables_of(runs):
+    """{name: text} of the tables of the page."""
+    tables = {"answer": answer_table, "borders": border_table, "crowds": crowd_table,
+              "lead": lead_table, "lengths": length_table}
+    return {name: table_of(runs) for name, table_of in tables.items()}
+
+
+# ---- the programs
 
 def publish():
     """Writes the tables into the page, and draws its figures."""
@@ -284,7 +230,7 @@ def show(steps=STEPS):
 
 
 def main(argv=None):
-    p = parser("lab.lookup", __doc__.partition("\nThe task.")[0])
+    p = parser("lab.lookup", __doc__)
     p.add_argument("verb", nargs="?", choices=("run", "publish"))
     verbs = {"run": run_all, "publish": publish, None: show}
     verbs[p.parse_args(argv).verb]()

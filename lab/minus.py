@@ -2,7 +2,7 @@
 The minus in diff_v2: what lab/results/minus.md says of it.
 
     python -m lab.minus publish                # the page's tables, from the published data
-    python -m lab.minus measure out/matches    # measures where the lead lies, in these runs:
+    python -m lab.minus measure out/matches    # where the lead lies in these runs of yours:
 
     for s in 8 9 10 11 12 13 14 15 16 17; do
         python train.py --attn=softmax --lr=4e-3 --seed=$s --out=out/matches/$s
@@ -31,7 +31,7 @@ import torch.nn.functional as F
 
 from data import load_manual, load_sequences
 from lab import text
-from lab.start import Cell
+from lab.start import USUAL_STD, Cell
 from lab.start_page import Data, words
 from lab.stats import RESULTS, difference, markdown, parser, plus_minus, read_json, renew
 from model import GPT
@@ -51,7 +51,7 @@ def table_of_signs(data):
     """diff_v2 and its variants with a tied output layer, each at its own rate."""
     table = []
     for rows in SIGNS:
-        a, b = data.pair(*(Cell(row, "tied") for row in rows), None)
+        a, b = data.pair(*(Cell(row, "tied") for row in rows), USUAL_STD)
         table.append({"difference": words(rows), "val loss": plus_minus(*difference(a, b)),
                       "n": min(len(a), len(b))})
     # where the rows of both are divided by their sum: from the runs of lab/text.py
@@ -77,7 +77,7 @@ def steps_with_loss(losses, loss):
 def table_of_lead(data):
     """What diff_v2's lead is worth: the further steps with which softmax would have its loss."""
     found = {steps: data.pair(*(Cell(row, "tied", "stdlib", steps)
-                                for row in ("diff_v2", "softmax")), None) for steps in LEAD_STEPS}
+                                for row in ("diff_v2", "softmax")), USUAL_STD) for steps in LEAD_STEPS}
     losses = {steps: fmean(softmax) for steps, (_, softmax) in found.items()}
     table = []
     for steps, pair in found.items():
@@ -203,10 +203,12 @@ def main(argv=None):
     verbs.add_parser("publish")
     verbs.add_parser("measure").add_argument("folder", type=Path)
     args = p.parse_args(argv)
-    if args.verb == "measure":
-        JSON.write_text(json.dumps(measure(args.folder)))
-    else:
+    if args.verb == "publish":
         publish()
+        return
+    found = measure(args.folder)
+    (args.folder / "matches.json").write_text(json.dumps(found))
+    print(markdown(table_of(found)))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """
-Writes docs/index.html, a page on which a reader plays with the look-up of lab/lookup.py.
+Writes docs/index.html, a page on which a reader plays with the look-up of lab/pairs.py.
 
     python -m lab.page    # trains six small models on one thread: some six minutes
 
@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lab.lookup import QUERIES, RIGHT, STEPS, Texts, shown_models, shown_texts
+from lab.lookup import shown_models
+from lab.pairs import QUERIES, RIGHT, STEPS, Texts, shown_texts
 from lab.stats import parser
 from model import make_rope, softmax_map
 

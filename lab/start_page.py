@@ -3,25 +3,20 @@ The tables and figures of start.md and start-record.md in lab/results, from star
 
     python -m lab.start_page tables     # prints the tables of the runs below out/start alone
     python -m lab.start_page publish    # the pages' tables and figures, from start.json
-    python -m lab.start_page collect    # puts the runs below out/start into start.json
-    python -m lab.start_page stream     # trains six models, measures what attention adds, and puts
-                                        # it into start.json: 20 minutes on a core
+    python -m lab.start_page collect    # puts the runs below out/start into start.json, for good
+
+The other figure of start.md is made by lab/stream.py.
 """
 import json
 from collections import Counter
 from dataclasses import fields
 from statistics import fmean
 
-import torch
-
-from data import load_sequences
 from lab import stats
-from lab.start import (
-    CHOOSE_ON, CHOOSE_V2_ON, FEW, OUT, RATES, SHOWN, V2, Cell, load_text, train_one,
-)
+from lab.start import CHOOSE_ON, CHOOSE_V2_ON, FEW, OUT, RATES, SHOWN, V2, Cell
 from lab.stats import RESULTS
 
-STARTS = {"std 0.05": None, "std 0.2": 0.2, "std 1": 1.0}  # the embedding's, at its start
+STARTS = (0.05, 0.2, 1.0)  # the embedding's std, at its start
 LOW = 5e-4  # an eighth of the rate that softmax, softmax with the norm and diff chose at std 1
 NAMES = {  # of rows, where they are not those of lab/start.py
     "softmax, norm": "softmax with a norm",
@@ -72,9 +67,8 @@ IN_SETTINGS = [
     ("diff", "2 heads, norm, factor"),
 ]
 AT_RATES = [("diff", "softmax"), ("diff", "softmax, norm"), ("softmax, norm", "softmax")]
-DRAWN = ("std 0.05", "std 1")
+DRAWN = (0.05, 1.0)
 JSON = RESULTS / "start.json"
-LOOKS = (0, 100, 500)  # steps at which the stream is looked at
 COLORS = {"softmax": "#0072B2", "softmax, norm": "#009E73", "diff": "#D55E00"}
 
 
@@ -135,16 +129,17 @@ def words(rows):
     return " − ".join(map(name_of, rows))
 
 
-def line_of(data, rows, level, lr=None, starts=tuple(STARTS), **where):
+def line_of(data, rows, level, lr=None, stds=STARTS, **where):
     """The cells of a line: the difference of two rows at each start, and n.
 
     level: of the interval that makes a difference bold if it excludes 0. where: see Cell.
     """
     line = {}
     ns = set()
-    for name in starts:
+    for std in stds:
+        name = f"std {std:g}"
         line[name] = ""
-        a, b = data.pair(*(Cell(row, "own", **where) for row in rows), STARTS[name], lr)
+        a, b = data.pair(*(Cell(row, "own", **where) for row in rows), std, lr)
         n = min(len(a), len(b))
         if n >= 3:
             text = stats.plus_minus(*stats.difference(a, b))
@@ -169,7 +164,7 @@ def differences(data, level=0.95):
     for name, setting in SETTINGS.items():
         for rows in IN_SETTINGS:
             line = {"setting": name, "difference": words(rows)}
-            settings.append(line | line_of(data, rows, level, starts=DRAWN, **setting))
+            settings.append(line | line_of(data, rows, level, stds=DRAWN, **setting))
     tables = dict(answer=answer, parts=parts, contrasts=contrasts, settings=settings)
     return {name: [line for line in table if line["n"]] for name, table in tables.items()}
 
@@ -177,20 +172,20 @@ def differences(data, level=0.95):
 def count(tables):
     """How many differences stand in these tables."""
     lines = [line for table in tables.values() for line in table]
-    return sum(bool(line.get(start)) for line in lines for start in STARTS)
+    return sum(bool(line.get(f"std {std:g}")) for line in lines for std in STARTS)
 
 
 def table_of_rates(data):
     """What one would see who tried one rate."""
     table = []
-    for name in DRAWN:
+    for std in DRAWN:
         for rows in AT_RATES:
             line = {}
             for lr in RATES:
-                a, b = data.pair(*(Cell(row, "own") for row in rows), STARTS[name], lr)
+                a, b = data.pair(*(Cell(row, "own") for row in rows), std, lr)
                 line[f"{lr:g}"] = stats.plus_minus(*stats.difference(a, b), digits=2) if a else ""
             if any(line.values()):
-                table.append({"start": name, "difference": words(rows)} | line)
+                table.append({"start": f"std {std:g}", "difference": words(rows)} | line)
     return table
 
 
@@ -207,78 +202,19 @@ def parts_of(data):
 def draw_rates(data, path):
     """Val loss against the rate, a panel for each start."""
     figure, axes = stats.new_figure(1, 2, width=9, height=5.5)
-    for ax, name in zip(axes, DRAWN):
+    for ax, std in zip(axes, DRAWN):
         for row in SHOWN:
-            found = [data.at(Cell(row, "own"), STARTS[name], lr, data.machines[0]) for lr in RATES]
+            found = [data.at(Cell(row, "own"), std, lr, data.machines[0]) for lr in RATES]
             means = [fmean(losses) for losses in found]
             ax.plot(RATES, means, color=COLORS[row], linewidth=3, label=name_of(row))
             for lr, losses in zip(RATES, found):
                 ax.plot([lr] * len(losses), losses, "o", color=COLORS[row], alpha=0.4)
-        ax.set(xscale="log", title=f"embedding's {name}", ylim=(1.47, 2.15))
+        ax.set(xscale="log", title=f"embedding's std {std:g}", ylim=(1.47, 2.15))
         ax.set_xticks([5e-4, 2e-3, 8e-3], ["0.0005", "0.002", "0.008"], minor=False)
         ax.set_xticks([], minor=True)
         ax.set_xlabel("learning rate")
     axes[0].set_ylabel("val loss, nats a byte\n(lower is better)")
     axes[0].legend(frameon=False, loc="upper center")
-    figure.savefig(path)
-
-
-@torch.no_grad()
-def shares_of(model, idx):
-    """For each layer: the size of what attention adds, beside that of the stream that it reads."""
-    sizes = []
-
-    def look(block, inputs, output):
-        x = inputs[0]
-        added = block.attn(block.norm1(x), inputs[1], {})
-        sizes.append((added.square().mean().sqrt() / x.square().mean().sqrt()).item())
-
-    hooks = [block.register_forward_hook(look) for block in model.blocks]
-    model(idx[:, :-1], idx[:, 1:])
-    for hook in hooks:
-        hook.remove()
-    return sizes
-
-
-def measure_stream(data):
-    """[{row, std, step, shares}] of six models, each with its own rate, seed 3."""
-    found = []
-    _, val = load_text("manual")
-    idx = load_sequences(val, range(16), 256)
-    for row in SHOWN:
-        for std in (STARTS[name] for name in DRAWN):
-            cell = Cell(row, "own")
-
-            def look(step, model, row=row, std=std):
-                if step in LOOKS:
-                    shares = [round(share, 4) for share in shares_of(model, idx)]
-                    found.append(dict(row=row, std=std, step=step, shares=shares))
-                    print(found[-1], flush=True)
-
-            train_one(cell, std, data.reported(cell, std, data.machines[0])[0], 3, look)
-    return found
-
-
-def draw_stream(stream, path):
-    """What attention adds, by layer, before the first step and after the last: a panel a start."""
-    figure, axes = stats.new_figure(1, 2, width=9, height=5.5)
-    for ax, name in zip(axes, DRAWN):
-        for look in stream:
-            if look["std"] == STARTS[name] and look["step"] in (LOOKS[0], LOOKS[-1]):
-                is_first = look["step"] == LOOKS[0]
-                row = look["row"]
-                label = name_of(row) if is_first else None
-                ax.plot(range(1, 5), look["shares"], "-" if is_first else ":", marker="o",
-                        color=COLORS[row], linewidth=3, label=label)
-        ax.set(yscale="log", ylim=(0.02, 30), title=f"embedding's {name}", xlabel="layer")
-        ax.set_xticks(range(1, 5))
-        ticks = [3, 10, 30, 100, 300, 1000]
-        ax.set_yticks([tick / 100 for tick in ticks], [f"{tick} %" for tick in ticks])
-        ax.set_yticks([], minor=True)
-    axes[0].set_ylabel("size of what attention adds,\nbeside the stream that it reads")
-    title = "solid: at the start\ndotted: after 500 steps"
-    axes[1].legend(frameon=False, loc="upper center", title=title)
-    axes[1].tick_params(labelleft=False)
     figure.savefig(path)
 
 
@@ -306,14 +242,13 @@ def print_tables():
 
 
 def publish():
-    about, runs = stats.read_json(JSON)
+    _, runs = stats.read_json(JSON)
     data = Data(runs)
     parts = parts_of(data)
     stats.renew(RESULTS / "start-record.md", {"rates": parts.pop("rates")})
     stats.renew(RESULTS / "start.md", parts)
 
     draw_rates(data, RESULTS / "start-rates.png")
-    draw_stream(about["stream"], RESULTS / "start-stream.png")
 
 
 def collect():
@@ -321,14 +256,9 @@ def collect():
     stats.write_json(JSON, about, joined(runs, read_runs()))
 
 
-def stream():
-    about, runs = stats.read_json(JSON)
-    stats.write_json(JSON, about | dict(stream=measure_stream(Data(runs))), runs)
-
-
 def main(argv=None):
     p = stats.parser("lab.start_page", __doc__)
-    verbs = dict(tables=print_tables, publish=publish, collect=collect, stream=stream)
+    verbs = dict(tables=print_tables, publish=publish, collect=collect)
     p.add_argument("verb", choices=verbs)
     verbs[p.parse_args(argv).verb]()
 

@@ -1,8 +1,8 @@
 """
 Does the difference of two maps gain on text? And what does it owe to its parts?
 
-    python -m lab.text run        # trains what is missing below out/text, for many hours, and prints
-                                  # the tables that its runs make
+    python -m lab.text run        # trains what is missing below out/text, for many hours, and
+                                  # prints the tables that its runs make
     python -m lab.text publish    # the tables and figure of text.md and linear.md, from text.json
 
 The question. The paper's form differs from softmax in four things at once: a second map with a
@@ -12,11 +12,6 @@ changes one of them, or as few as can be.
 The arms are those of model.py and lab/arms.py, with 0.8 M parameters each. They read the 0.4 MB of
 Python's manual 2.5 times, in 500 steps. Each row has a rate of its own, chosen on other seeds than
 those that are reported, because a loss that was chosen for being small is not a fair one.
-
-Predicted, before the runs: two rows that differ in the minus alone are less than 0.02 nats per byte
-apart. The norm costs less than 0.05, and if it starts at 0.2 less than 0.03. DIFF V2 gains 0.01 ±
-0.008. One head with a span of 4 tokens does within 0.02 what decay does. DIFF V2 less a gate lies
-between -0.005 and +0.003, and a gate less softmax between -0.018 and -0.006.
 """
 import statistics
 from pathlib import Path

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lab import lookup, lookup_page
-from lab.lookup import RESULTS, Reader, Run, make_texts, train
-from lab.lookup_page import NAMES, percent, shares
-from lab.stats import read_json
+from lab import lookup
+from lab.lookup import NAMES, percent, shares
+from lab.pairs import Reader, Run, make_texts, train
+from lab.stats import RESULTS, read_json
 
 torch.set_num_threads(1)
 SETTINGS = [field.name for field in fields(Run)]
@@ -57,7 +57,7 @@ def test_a_cap_and_a_held_lambda_belong_to_the_class_of_a_layer():
 
 @pytest.mark.parametrize("arm, loss", [("softmax_average", 4.869276), ("diff", 4.870707)])
 def test_training_repeats_that_of_the_published_runs(arm, loss):
-    """The losses after 80 steps of lab/lookup.py at commit 6d48cee."""
+    """The losses after 80 steps, as at commit 6d48cee."""
     reader = train(Run(arm, 1e-2, seed=3), steps=80)
     texts = make_texts(10**6, 64)
     found = F.cross_entropy(reader(texts).flatten(0, 1), texts.answer().flatten())
@@ -80,7 +80,7 @@ def test_the_runs_of_the_page_are_made_anew_and_not_twice(monkeypatch, capsys):
     monkeypatch.setattr(lookup, "measure", lambda reader: dict(next(results)))
     for _ in range(2):
         lookup.main(["run"])
-        assert lookup_page.crowd_table(RUNS) in capsys.readouterr().out
+        assert lookup.crowd_table(RUNS) in capsys.readouterr().out
     assert len(made) == len(RUNS)
     _, runs = read_json("out/lookup/lookup.json")
     assert all(run.items() >= {name: old[name] for name in SETTINGS}.items()
@@ -99,7 +99,7 @@ def lengths(read, more, arm, tau, kind=0):
 
 def ahead(more, read, tau):
     """Difference less average in points, like "+10 ± 1"."""
-    return lookup_page.lead(RUNS, more, read, tau).replace("-", "−")
+    return lookup.lead(RUNS, more, read, tau).replace("-", "−")
 
 
 def span(numbers, digits=0):
@@ -108,7 +108,7 @@ def span(numbers, digits=0):
 
 def test_the_page_says_what_the_data_say():
     page = (RESULTS / "lookup.md").read_text(encoding="utf-8")
-    for table in lookup_page.tables_of(RUNS).values():
+    for table in lookup.tables_of(RUNS).values():
         assert re.sub(r"(?<!\w)-(?=\d)", "−", table) in page
     four = sorted(run["own"]["16"][0] for run in of(arm="softmax", heads=4, lr=3e-3))
     said = [

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from lab import lookup, page
+from lab import lookup, pairs, page
 from lab.stats import read_json
 
 PAGE = page.PAGE.read_text(encoding="utf-8")
@@ -99,7 +99,7 @@ def test_the_browser_shows_the_models(address, cap, minus, lam, m, text, small, 
         said = re.search(rf'id="vote-{name}">([^<]*)<', dom)[1].replace("−", "-")
         assert float(said) == pytest.approx(vote, abs=6e-4)
     share = re.findall(r"([\d.]+) %", re.search(r'id="share">([^<]*)<', dom)[1])
-    assert [float(x) for x in share] == pytest.approx(lookup.test(reader, texts, 1), abs=0.06)
+    assert [float(x) for x in share] == pytest.approx(pairs.score(reader, texts, 1), abs=0.06)
     assert f"{m} of the 63 wrong squares {'is' if m == 1 else 'are'} orange" in dom
 
 

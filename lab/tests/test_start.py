@@ -33,7 +33,7 @@ def tiny(monkeypatch):
 ])
 def test_models_that_are_trained_at_once_end_as_if_alone(row, head, tiny):
     cell = Cell(row, head)
-    std = 1.0 if head == "own" else None
+    std = 1.0 if head == "own" else 0.05
     wanted = [(std, 2e-3, 1), (std, 8e-3, 2), (std, 8e-3, 1)]
     alone = [start.train_one(cell, *run) for run in wanted]
     assert len({round(loss, 3) for loss in alone}) == 3
@@ -45,7 +45,7 @@ def test_models_that_are_trained_at_once_end_as_if_alone(row, head, tiny):
 def test_the_limit_of_a_gradient_and_the_decay_are_each_models_own(tiny):
     cell = Cell("softmax", "tied")
     config = replace(cell.config("map"), grad_clip=1e-3, weight_decay=10.0)
-    models = [cell.model(None, seed, "map") for seed in (1, 2)]
+    models = [cell.model(0.05, seed, "map") for seed in (1, 2)]
     _, params = Together(models[0]).train(models, [1e-3, 1e-2], [1, 2], config, *load_manual())
     for model_params, rate, seed in zip(params, (1e-3, 1e-2), (1, 2)):
         one = replace(config, kernel="sdpa", lr=rate, seed=seed, device="cpu")
@@ -59,7 +59,7 @@ def test_the_limit_of_a_gradient_and_the_decay_are_each_models_own(tiny):
 
 def test_an_output_layer_of_its_own_begins_as_the_embedding_does():
     cell = Cell("diff", "own")
-    usual, large = cell.model(None, seed=5), cell.model(1.0, seed=5)
+    usual, large = cell.model(0.05, seed=5), cell.model(1.0, seed=5)
     tied = GPT(cell.config(), 5)
     for name, p in tied.state_dict().items():
         assert torch.equal(usual.state_dict()[name], p)
@@ -75,7 +75,7 @@ def test_an_output_layer_of_its_own_begins_as_the_embedding_does():
 
 @pytest.mark.parametrize("row", ROWS)
 def test_all_rows_are_equally_large(row):
-    sizes = [sum(p.numel() for p in Cell(name, "own").model(None, 1).parameters())
+    sizes = [sum(p.numel() for p in Cell(name, "own").model(0.05, 1).parameters())
              for name in (row, "softmax")]
     limit = 0.1 if row == "softmax, V2's MLP" else 0.002
     assert sizes[0] == pytest.approx(sizes[1], rel=limit)
@@ -145,13 +145,13 @@ def test_two_rows_are_compared_on_one_machine():
     runs += [run("softmax", "H200", seed) for seed in (1, 3)]
     assert list(start_page.Data(runs).pair(*cells, 1.0)) == [[3, 4, 5, 6, 7, 8], [3]]
     assert list(start_page.Data(runs).pair(*cells, 1.0, 1e-3)) == [[3, 4, 5, 6, 7], [3]]
-    assert list(start_page.Data(runs).pair(*cells, None)) == [[], []]
+    assert list(start_page.Data(runs).pair(*cells, 0.05)) == [[], []]
 
 
 def test_a_diverged_run_is_inf(tiny):
     runs = Runs(Cell("softmax", "tied"), "cpu", at_once=2)
-    runs.make([(None, 1e30, 1), (None, 1e-3, 1)])
-    assert runs.losses[None, 1e30, 1] == np.inf and runs.losses[None, 1e-3, 1] < 6
+    runs.make([(0.05, 1e30, 1), (0.05, 1e-3, 1)])
+    assert runs.losses[0.05, 1e30, 1] == np.inf and runs.losses[0.05, 1e-3, 1] < 6
     line = json.loads(runs.file.read_text().splitlines()[0])
     assert line["val_loss"] == np.inf
     assert line["at"] == "CPU" and line["commit"] == start.commit()
@@ -177,7 +177,7 @@ def test_the_pages_say_their_data():
     assert stands_on(minus.table_of_lead(data), "minus.md")
 
 
-def less(data, a, b, std=None, head="own", **where):
+def less(data, a, b, std=0.05, head="own", **where):
     """row a − row b, like "0.123 ± 0.004"."""
     pair = data.pair(*(Cell(row, head, **where) for row in (a, b)), std)
     return stats.plus_minus(*stats.difference(*pair))
@@ -206,7 +206,7 @@ def test_the_words_of_start_say_its_data():
     lower = {steps: stats.plus_minus(*stats.mean_interval(gaps)) for steps, gaps in both.items()}
     long, large = dict(text="stdlib", steps=2000), dict(size="2.7 M")
     tables = start_page.differences(data)
-    at_2e_3 = [data.at(Cell(row, "own"), None, 2e-3, "H200") for row in ("diff", "softmax")]
+    at_2e_3 = [data.at(Cell(row, "own"), 0.05, 2e-3, "H200") for row in ("diff", "softmax")]
     said = {"start.md": [
         f"corrected for the {start_page.count(tables)} cells",
         f"At 0.0005 softmax is {cost:.2f} worse than at its own rate",
