@@ -25,7 +25,7 @@ from model import softmax_attention, softmax_map, upcast
 def decay_rates(layer):
     """1 / span of each map, (H, 1, 1). After `span` tokens a weight has faded to 1/e.
 
-    The spans go from 4 tokens, which a single head has, to 2 block_size, evenly in log. Both maps
+    The spans go from 4 tokens (a single head has 4) to 2 block_size, evenly in log. Both maps
     of a head have the same.
     """
     log_span = torch.linspace(math.log2(4), math.log2(2 * layer.config.block_size), layer.h)

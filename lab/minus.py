@@ -37,9 +37,10 @@ from lab.stats import RESULTS, difference, markdown, parser, plus_minus, read_js
 from model import GPT
 
 SIGNS = [
-    ("diff_v2", "softmax"), ("diff_v2, plus", "softmax"), ("two gates", "softmax"),
-    ("diff_v2", "diff_v2, plus"), ("diff_v2", "diff_v2, smaller plus"), ("diff_v2", "two gates"),
+    ("diff_v2", "softmax"), ("diff_v2, plus", "softmax"), ("diff_v2", "diff_v2, plus"),
+    ("diff_v2", "diff_v2, smaller plus"),
 ]
+OTHERS = [("two gates", "softmax"), ("diff_v2", "two gates")]
 JSON = RESULTS / "matches.json"
 LEAD_STEPS = (500, 2000, 8000)
 PAIRS = {"diff_v2": ("diff_v2", "softmax"), "longer": ("longer/softmax", "softmax")}
@@ -47,20 +48,24 @@ TITLES = {"diff_v2": "of the lead of `diff_v2`, %", "longer": "of that of a long
 BLOCKS, T = 203, 256  # all of the val text, in blocks as train.py evaluates them
 
 
-def table_of_signs(data):
-    """diff_v2 and its variants with a tied output layer, each at its own rate."""
+def table_of(data, contrasts):
+    """Differences of rows with a tied output layer, each at its own rate."""
     table = []
-    for rows in SIGNS:
+    for rows in contrasts:
         a, b = data.pair(*(Cell(row, "tied") for row in rows), USUAL_STD)
         table.append({"difference": words(rows), "val loss": plus_minus(*difference(a, b)),
                       "n": min(len(a), len(b))})
-    # where the rows of both are divided by their sum: from the runs of lab/text.py
-    _, runs = read_json(RESULTS / "text.json")
+    return table
+
+
+def table_of_others(data):
+    """Other ways to weigh two maps, and a minus and a plus whose rows are divided by their sum."""
+    _, runs = read_json(RESULTS / "text.json")  # the runs of lab/text.py
     minus = text.losses_of(runs, "diff_v2, rows sum to 1", text.FEW)
     plus = text.losses_of(runs, "a plus, rows sum to 1", text.FEW)
-    table.append({"difference": "diff_v2 − diff_v2 with a plus, if the rows of both sum to 1",
-                  "val loss": plus_minus(*difference(minus, plus)), "n": len(minus)})
-    return table
+    line = {"difference": "diff_v2 − diff_v2 with a plus, if the rows of both sum to 1",
+            "val loss": plus_minus(*difference(minus, plus)), "n": len(minus)}
+    return [*table_of(data, OTHERS), line]
 
 
 def steps_with_loss(losses, loss):
@@ -176,7 +181,7 @@ def shares_of(leads, resamples=4000):
     return list(zip(found[0], least, most))
 
 
-def table_of(found, resamples=4000):
+def table_of_matches(found, resamples=4000):
     """A line for each class: its share of the bytes, and of the leads on softmax."""
     counts = np.array(found["counts"]).sum(1)  # of each class
     table = []
@@ -193,7 +198,8 @@ def table_of(found, resamples=4000):
 def publish():
     data = Data(read_json(RESULTS / "start.json")[1])
     found = json.loads(JSON.read_text())
-    tables = {"sign": table_of_signs(data), "lead": table_of_lead(data), "matches": table_of(found)}
+    tables = {"sign": table_of(data, SIGNS), "others": table_of_others(data),
+              "lead": table_of_lead(data), "matches": table_of_matches(found)}
     renew(RESULTS / "minus.md", {name: markdown(table) for name, table in tables.items()})
 
 
@@ -208,7 +214,7 @@ def main(argv=None):
         return
     found = measure(args.folder)
     (args.folder / "matches.json").write_text(json.dumps(found))
-    print(markdown(table_of(found)))
+    print(markdown(table_of_matches(found)))
 
 
 if __name__ == "__main__":

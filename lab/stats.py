@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from data import get_tokenizer
+from lab import arms
 from model import GPT
 from sample import find_checkpoint
 
@@ -38,8 +39,6 @@ def parser(module, text):
 
 def load_checkpoint(path, device="cpu"):
     """(file, the GPT in it) of a file, a run's folder, or None: the newest below out/."""
-    from lab import arms
-
     arms.register()
     try:
         file = find_checkpoint(path)

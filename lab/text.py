@@ -100,6 +100,14 @@ ANSWER = [
     ("gate", "softmax"),
 ]
 
+# of the first of linear.md
+ANSWER_LINEAR = [
+    ("linear", "softmax"),
+    ("linear + decay", "softmax + decay"),
+    ("diff_linear", "linear, 2 heads, norm"),
+    ("diff_linear + decay", "linear + decay"),
+]
+
 # and those on the paper's form
 FORM = [
     ("diff", "diff without its second map"),
@@ -216,11 +224,14 @@ def parts_of(runs):
     tables = {
         "answer": table_of(runs, lambda row, base: (row, base) in ANSWER),
         "form": table_of(runs, lambda row, base: (row, base) in FORM),
-        "comparisons": table_of(runs, lambda row, base: not is_linear(row)),
+        "comparisons": table_of(runs, lambda row, base: not is_linear(row)
+                                and (row, base) not in ANSWER + FORM),
         "lambdas": [line for line in lambdas if not is_linear(line["row"])],
     }
     tables_of_linear = {
-        "comparisons": table_of(runs, lambda row, base: is_linear(row)),
+        "answer": table_of(runs, lambda row, base: (row, base) in ANSWER_LINEAR),
+        "comparisons": table_of(runs, lambda row, base: is_linear(row)
+                                and (row, base) not in ANSWER_LINEAR),
         "lambdas": [line for line in lambdas if is_linear(line["row"])],
     }
     return {"text.md": as_markdown(tables) | {"sure": how_sure(runs)},

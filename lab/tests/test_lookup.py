@@ -123,6 +123,11 @@ def test_the_page_says_what_the_data_say():
         rows = [run for run in RUNS if run["row"] == "lengths" and run["tau"] is not None]
         learned = [run["lambda"] for run in rows if run["arm"] == arm]
         said.append(f"({span(learned, 2)}")
+    shares_of_crowd = []  # of the errors beside 1,024 more
+    for tau in (2.0, 1.5):
+        wrong = sum(100 - right for right in lengths("own", "+1024", "diff", tau))
+        shares_of_crowd.append(100 * sum(lengths("own", "+1024", "diff", tau, kind=1)) / wrong)
+    said.append("At the cap 2 {:.0f} % of them do, and at 1.5 {:.0f} %".format(*shares_of_crowd))
     text = " ".join(page.split())
     assert [sentence for sentence in said if sentence not in text] == []
     assert four[:2] == [0, 0] and max(lengths("own", "+1024", "diff", 2.5, kind=1)) < 0.05

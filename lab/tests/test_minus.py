@@ -34,7 +34,7 @@ def test_each_byte_has_a_class_and_all_shares_sum_to_1():
     assert names[0, 10] == "8 and more, wrong" and names[0, 7] == "4 to 7, right"
     lead = [[[-3.0, 0.0], [0.0, -1.0]], [[-1.0, 0.0], [0.0, -1.0]]]  # two seeds
     found = dict(names=["a", "b"], counts=[[3, 1], [1, 3]], leads=dict(diff_v2=lead, longer=lead))
-    table = minus.table_of(found, resamples=50)
+    table = minus.table_of_matches(found, resamples=50)
     assert [line["of all bytes, %"] for line in table] == ["50.0", "50.0"]
     for title in minus.TITLES.values():
         assert [line[title].split()[0] for line in table] == ["67", "33"]

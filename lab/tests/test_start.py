@@ -173,7 +173,8 @@ def test_the_pages_say_their_data():
         page = "start-record.md" if name == "rates" else "start.md"
         assert " ".join(part.split()).replace("−", "-") in words_of(page)
 
-    assert stands_on(minus.table_of_signs(data), "minus.md")
+    assert stands_on(minus.table_of(data, minus.SIGNS), "minus.md")
+    assert stands_on(minus.table_of_others(data), "minus.md")
     assert stands_on(minus.table_of_lead(data), "minus.md")
 
 
@@ -184,7 +185,7 @@ def less(data, a, b, std=0.05, head="own", **where):
 
 
 def test_the_words_of_start_say_its_data():
-    _, runs = stats.read_json(stats.RESULTS / "start.json")
+    about, runs = stats.read_json(stats.RESULTS / "start.json")
     data = start_page.Data(runs)
     low = [data.at(Cell(row, "own"), 1.0, 5e-4, "H200") for row in ("diff", "softmax")]
     cost = fmean(low[1]) - fmean(data.reported(Cell("softmax", "own"), 1.0, "H200")[1])
@@ -229,6 +230,11 @@ def test_the_words_of_start_say_its_data():
         f"{less(data, 'softmax, norm, factor 0.2', '2 heads, norm, factor 0.2')}; false at 1, "
         f"{less(data, 'softmax, norm, factor 0.2', '2 heads, norm, factor 0.2', 1.0)}",
     ]}
+    for row, factor in ("softmax", 1), ("softmax, norm", 1), ("softmax, norm", 0.2), ("diff", 1):
+        looks = {look["std"]: look["shares"][0] for look in about["stream"]
+                 if look["row"] == row and look["step"] == 0}
+        said["start.md"].append(f"| {100 * factor * looks[0.05]:.0f} % | "
+                                f"{100 * factor * looks[1.0]:.0f} % |")
     for page, numbers in said.items():
         for number in numbers:
             assert number.replace("−", "-") in words_of(page), number
@@ -239,14 +245,14 @@ def test_the_words_of_minus_say_its_data():
     words = words_of("minus.md")
     for number in [
         f"`diff_v2` is {less(data, 'softmax', 'diff_v2', head='tied')} ahead of softmax",
-        f"Two gated maps are {less(data, 'two gates', 'diff_v2', head='tied')} behind `diff_v2`",
+        f"A₂, are {less(data, 'two gates', 'diff_v2', head='tied')} behind `diff_v2`",
     ]:
         assert number in words, number
 
 
 def test_the_page_says_where_the_lead_lies():
     found = json.loads((stats.RESULTS / "matches.json").read_text())
-    assert stands_on(minus.table_of(found), "minus.md")
+    assert stands_on(minus.table_of_matches(found), "minus.md")
     n_bytes = np.sum(found["counts"])
     leads = {name: np.sum(lead, axis=(1, 2)) / n_bytes for name, lead in found["leads"].items()}
     less = stats.mean_interval(list(leads["diff_v2"] - leads["longer"]))
