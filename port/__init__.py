@@ -6,7 +6,7 @@ To read the code, follow a layer through it:
     load.py     runs the file that makes it. stand_ins.py: for what can't be imported here
     theirs.py   calls it. roles.py: which weight is what. given.py: what it is given besides x
     outside.py  what is seen without our layer: later tokens, the order, the texts of a batch
-    paper.py    the paper's layer, in steps. wrong.py: the mistakes as steps. mistakes.py: their list
+    paper.py    the paper's layer, in steps. wrong.py: mistakes as steps. mistakes.py: their list
     search.py   which mistakes make the paper's layer into it. compare.py: how far they are apart
     verdict.py  all together. misread.py: what the user may have said wrongly of it
 
