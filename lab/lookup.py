@@ -11,7 +11,7 @@ A run is a line of JSON: its settings, and for each test [% right, % that name t
 with its "own" lambda and with "1".
 """
 import math
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -27,6 +27,36 @@ TITLES = {"softmax": "softmax: one map", "softmax_average": "minus the average",
           "diff": "diff: minus another map"}
 CAPS = (1.5, 2.0, 2.5, 3.0, 3.5)
 RATES = {1.5: 4.5e-3, 2.0: 4.5e-3, 2.5: 4.5e-3, 3.0: 2e-3, 3.5: 3e-3}  # of one map, by its cap
+FIRST, OTHERS, ALL = range(3, 8), range(8, 13), range(3, 13)  # seeds. 1 and 2 chose the rates
+# the rows of the table of crowds
+CROWDS = {
+    "one map": (dict(arm="softmax", lr=4.5e-3), ALL),
+    "minus the average": (dict(arm="softmax_average", lr=2e-3), ALL),
+    "difference": (dict(arm="diff", lr=2e-3), ALL),
+    "`diff_v2`": (dict(arm="diff_v2", lr=4.5e-3), FIRST),
+    "control: sum of two maps": (dict(arm="softmax_sum", lr=4.5e-3), FIRST),
+    "control: minus the own value": (dict(arm="softmax_own", lr=4.5e-3), OTHERS),
+    "no norm: minus the average": (dict(arm="softmax_average", lr=2e-3, norm=False), OTHERS),
+    "no norm: difference": (dict(arm="diff", lr=2e-3, norm=False), OTHERS),
+    "no norm: `diff_v2`": (dict(arm="diff_v2", lr=4.5e-3, norm=False), FIRST),
+}
+LONG = dict(train_pairs=[16, 256], keys=1024, values=512)  # the texts of the row "lengths"
+
+
+def planned_runs():
+    """[(row, Run)]: all that the page reports. A row "" stands in no table of rows."""
+    plan = [(row, settings, seeds) for row, (settings, seeds) in CROWDS.items()]
+    for tau in (*CAPS, None):
+        for arm in NAMES:
+            plan.append(("lengths", dict(arm=arm, tau=tau) | LONG, OTHERS))
+    for lr in (3e-3, 4.5e-3):  # does the difference keep its minus at higher rates?
+        for norm in (True, False):
+            plan.append(("", dict(arm="diff", lr=lr, norm=norm), OTHERS))
+    for tau in (1.5, 2.5, 3.0, 3.5):  # the border
+        plan.append(("", dict(arm="softmax", tau=tau, lr=RATES[tau]), FIRST))
+    plan.append(("", dict(arm="softmax", lr=4.5e-3, heads=2), FIRST))
+    plan.append(("", dict(arm="softmax", lr=3e-3, heads=4), FIRST))
+    return [(row, Run(seed=seed, **settings)) for row, settings, seeds in plan for seed in seeds]
 
 
 # ---- what is shown: three models, in the pictures and on the page to play with
@@ -117,7 +147,7 @@ def answer_table(runs):
 def crowd_table(runs):
     """Beside crowds, after training on texts of 64 pairs with a cap of 2."""
     lines = []
-    for row in dict.fromkeys(run["row"] for run in runs if run["row"] not in ("", "lengths")):
+    for row in CROWDS:
         line = {"model": row}
         line |= {f"right, % ({m})": percent(shares(runs, "own", m, row=row)) for m in ("16", "48")}
         line["names the crowd, % (48)"] = percent(shares(runs, "own", "48", 1, row=row))
@@ -141,12 +171,16 @@ def length_table(runs):
 
 
 def border(run):
-    """The crowd beside which half of the answers are right, on a line between two sizes."""
+    """The crowd beside which half of the answers are right, on a line between two sizes.
+
+    inf, if no crowd halves them.
+    """
     for m, next_m in zip(SIZES, SIZES[1:]):
         more = run["own"][str(m)][0]
         fewer = run["own"][str(next_m)][0]
         if fewer < 50:
             return m + (more - 50) / (more - fewer) * (next_m - m)
+    return math.inf
 
 
 def border_table(runs):
@@ -154,9 +188,9 @@ def border_table(runs):
     predicted = {"cap τ": "e^τ"}
     found = {"cap τ": "half of the answers are right beside"}
     for tau in CAPS:
-        settings = dict(arm="softmax", tau=tau, lr=RATES[tau], heads=1, norm=True,
-                        train_pairs=64, keys=256, values=128)
-        borders = [border(run) for run in runs if settings.items() <= run.items() and "own" in run]
+        settings = asdict(Run("softmax", tau=tau, lr=RATES[tau]))
+        del settings["seed"]
+        borders = [border(run) for run in runs if settings.items() <= run.items()]
         predicted[f"{tau:g}"] = f"{math.exp(tau):.1f}"
         found[f"{tau:g}"] = f"{min(borders):.1f} to {max(borders):.1f}" if borders else "–"
     return markdown([predicted, found])
@@ -199,20 +233,12 @@ def publish():
 def run_all():
     """Trains the runs of the page anew, into out/lookup. What is there already is not repeated."""
     out = Path("out/lookup/lookup.json")
-    if out.exists():
-        about, runs = read_json(out)
-    else:
-        about = dict(torch=torch.__version__)
-        _, published = read_json(RESULTS / "lookup.json")
-        settings = ["row", *(field.name for field in fields(Run))]
-        runs = [{name: run[name] for name in settings} for run in published]
-        out.parent.mkdir(parents=True, exist_ok=True)
-    for row in runs:
-        if "own" not in row:
-            reader = train(Run(**{field.name: row[field.name] for field in fields(Run)}))
-            row |= measure(reader)
-            write_json(out, about, runs)
-            print(f"-> {out}: {row['arm']}, seed {row['seed']}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    about, runs = read_json(out) if out.exists() else (dict(torch=torch.__version__), [])
+    for row, run in planned_runs()[len(runs):]:
+        runs.append(dict(row=row) | asdict(run) | measure(train(run)))
+        write_json(out, about, runs)
+        print(f"-> {out}: {run.arm}, seed {run.seed}")
     print("\n\n".join(tables_of(runs).values()))
 
 

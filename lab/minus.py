@@ -37,10 +37,10 @@ from lab.stats import RESULTS, difference, markdown, parser, plus_minus, read_js
 from model import GPT
 
 SIGNS = [
-    ("diff_v2", "softmax"), ("diff_v2, plus", "softmax"), ("diff_v2", "diff_v2, plus"),
-    ("diff_v2", "diff_v2, smaller plus"),
+    ("diff_v2", "softmax"), ("diff_v2 with a plus", "softmax"), ("diff_v2", "diff_v2 with a plus"),
+    ("diff_v2", "diff_v2 with a smaller plus"),
 ]
-OTHERS = [("two gates", "softmax"), ("diff_v2", "two gates")]
+OTHERS = [("two gated maps", "softmax"), ("diff_v2", "two gated maps")]
 JSON = RESULTS / "matches.json"
 LEAD_STEPS = (500, 2000, 8000)
 PAIRS = {"diff_v2": ("diff_v2", "softmax"), "longer": ("longer/softmax", "softmax")}
@@ -81,8 +81,10 @@ def steps_with_loss(losses, loss):
 
 def table_of_lead(data):
     """What diff_v2's lead is worth: the further steps with which softmax would have its loss."""
-    found = {steps: data.pair(*(Cell(row, "tied", "stdlib", steps)
-                                for row in ("diff_v2", "softmax")), USUAL_STD) for steps in LEAD_STEPS}
+    found = {}
+    for steps in LEAD_STEPS:
+        cells = [Cell(row, "tied", "stdlib", steps) for row in ("diff_v2", "softmax")]
+        found[steps] = data.pair(*cells, USUAL_STD)
     losses = {steps: fmean(softmax) for steps, (_, softmax) in found.items()}
     table = []
     for steps, pair in found.items():

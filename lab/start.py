@@ -36,26 +36,28 @@ from model import GPT, make_rope
 arms.register()
 ROWS = {
     "softmax": dict(attn="softmax"),
-    "softmax, norm": dict(attn="softmax", subln=1.0),
-    "2 heads": dict(attn="softmax", n_head=2),
-    "2 heads, norm, factor": dict(attn="softmax_factor", n_head=2),
-    "average": dict(attn="softmax_average"),
-    "average, norm": dict(attn="softmax_average", subln=1.0),
+    "softmax with a norm": dict(attn="softmax", subln=1.0),
+    "softmax with half the heads": dict(attn="softmax", n_head=2),
+    "diff without its second map": dict(attn="softmax_factor", n_head=2),
+    "softmax minus the average": dict(attn="softmax_average"),
+    "softmax with a norm, minus the average": dict(attn="softmax_average", subln=1.0),
     "diff": dict(attn="diff"),
-    "diff, no norm": dict(attn="diff", subln=0.0),
-    "diff, λ_init 0.8": dict(attn="diff_constant"),
-    "2 heads, norm, factor 0.2": dict(attn="softmax_factor_small", n_head=2),
-    "softmax, norm, factor 0.2": dict(attn="softmax_factor_small"),
+    "diff without its norm": dict(attn="diff", subln=0.0),
+    "diff with λ_init 0.8": dict(attn="diff_constant"),
+    "diff with λ_init 0.8, without its second map": dict(attn="softmax_factor_small", n_head=2),
+    "softmax with a norm and the factor 0.2": dict(attn="softmax_factor_small"),
     "diff_v2": dict(attn="diff_v2"),
     "gate": dict(attn="gate"),
-    "softmax, V2's MLP": dict(attn="softmax", mlp_width=292),  # that of diff_v2 at this size
-    "diff_v2, plus": dict(attn="diff_v2_free_plus"),
-    "diff_v2, smaller plus": dict(attn="diff_v2_smaller_plus"),
-    "two gates": dict(attn="two_gates"),
+    "softmax with diff_v2's MLP": dict(attn="softmax", mlp_width=292),  # diff_v2's
+    "diff_v2 with a plus": dict(attn="diff_v2_free_plus"),
+    "diff_v2 with a smaller plus": dict(attn="diff_v2_smaller_plus"),
+    "two gated maps": dict(attn="two_gates"),
 }
-SHOWN = ("softmax", "softmax, norm", "diff")  # at each rate, and at more starts and sizes
-LONGER = (*SHOWN, "2 heads, norm, factor", "2 heads, norm, factor 0.2")  # at more steps
-SIGNS = ("diff_v2, plus", "diff_v2, smaller plus", "two gates")
+SHOWN = ("softmax", "softmax with a norm", "diff")  # at each rate, and at more starts and sizes
+LONGER = (  # at more steps
+    *SHOWN, "diff without its second map", "diff with λ_init 0.8, without its second map",
+)
+SIGNS = ("diff_v2 with a plus", "diff_v2 with a smaller plus", "two gated maps")
 V2 = ("softmax", "gate", "diff_v2", *SIGNS)
 ARMS = [row for row in ROWS if row not in SIGNS]
 USUAL_STD = 0.05  # of the embedding, as a GPT draws it: 1 / sqrt(3 * 128), or 192, channels
@@ -109,7 +111,11 @@ class Cell:
 
     def model(self, std, seed, kernel="sdpa"):
         config = self.config(kernel)
-        return Untied(config, std, seed) if self.head == "own" else GPT(config, seed)
+        if self.head == "own":
+            return Untied(config, std, seed)
+        if std != USUAL_STD:
+            raise ValueError("a tied embedding starts as it is drawn")
+        return GPT(config, seed)
 
 
 @lru_cache
@@ -238,8 +244,9 @@ def piece_start(row, head, device, at_once):
 def piece_length(row, device, at_once):
     """2,000 steps over new text."""
     runs = Runs(Cell(row, "own", "stdlib", 2000), device, at_once)
-    runs.make([(std, rate, seed) for std in (1.0, USUAL_STD) for rate in RATES for seed in CHOOSE_ON])
-    runs.make([(std, runs.best_rate(std), seed) for std in (1.0, USUAL_STD) for seed in SOME])
+    stds = (1.0, USUAL_STD)
+    runs.make([(std, rate, seed) for std in stds for rate in RATES for seed in CHOOSE_ON])
+    runs.make([(std, runs.best_rate(std), seed) for std in stds for seed in SOME])
 
 
 def piece_size(row, device, at_once):

@@ -18,58 +18,46 @@ from lab.stats import RESULTS
 
 STARTS = (0.05, 0.2, 1.0)  # the embedding's std, at its start
 LOW = 5e-4  # an eighth of the rate that softmax, softmax with the norm and diff chose at std 1
-NAMES = {  # of rows, where they are not those of lab/start.py
-    "softmax, norm": "softmax with a norm",
-    "2 heads": "softmax with half the heads",
-    "2 heads, norm, factor": "diff without its second map",
-    "2 heads, norm, factor 0.2": "diff with λ_init 0.8, without its second map",
-    "softmax, norm, factor 0.2": "softmax with a norm and the factor 0.2",
-    "diff, no norm": "diff without its norm",
-    "diff, λ_init 0.8": "diff with λ_init 0.8",
-    "softmax, V2's MLP": "softmax with diff_v2's MLP",
-    "average": "softmax minus the average",
-    "average, norm": "softmax with a norm, minus the average",
-    "diff_v2, plus": "diff_v2 with a plus",
-    "diff_v2, smaller plus": "diff_v2 with a smaller plus",
-    "two gates": "two gated maps",
-}
 # the contrasts: a row less another one. First the answer of the page
 ANSWER = [
     ("each its own", None,
-     [("diff", "softmax"), ("diff", "2 heads, norm, factor"), ("diff_v2", "softmax")]),
-    (f"{LOW:g} for both", LOW, [("diff", "softmax"), ("softmax, norm", "softmax")]),
+     [("diff", "softmax"), ("diff", "diff without its second map"), ("diff_v2", "softmax")]),
+    (f"{LOW:g} for both", LOW, [("diff", "softmax"), ("softmax with a norm", "softmax")]),
 ]
-# then what each part does: the maps, heads, norm and factor of an arm, which is compared to softmax
+# then the parts: maps, heads, norm and factor of an arm, which is compared to softmax
 PARTS = {
-    "softmax, norm": (1, 4, "yes", ""),
-    "softmax, norm, factor 0.2": (1, 4, "yes", "0.2"),
-    "2 heads": (1, 2, "", ""),
-    "2 heads, norm, factor": (1, 2, "yes", "1 − λ_init"),
-    "2 heads, norm, factor 0.2": (1, 2, "yes", "0.2"),
-    "diff, no norm": (2, 2, "", ""),
+    "softmax with a norm": (1, 4, "yes", ""),
+    "softmax with a norm and the factor 0.2": (1, 4, "yes", "0.2"),
+    "softmax with half the heads": (1, 2, "", ""),
+    "diff without its second map": (1, 2, "yes", "1 − λ_init"),
+    "diff with λ_init 0.8, without its second map": (1, 2, "yes", "0.2"),
+    "diff without its norm": (2, 2, "", ""),
     "diff": (2, 2, "yes", "1 − λ_init"),
-    "diff, λ_init 0.8": (2, 2, "yes", "0.2"),
+    "diff with λ_init 0.8": (2, 2, "yes", "0.2"),
     "diff_v2": (2, 4, "", ""),
-    "softmax, V2's MLP": (1, 4, "", ""),
+    "softmax with diff_v2's MLP": (1, 4, "", ""),
     "gate": (1, 4, "", ""),
-    "average": (1, 4, "", ""),
-    "average, norm": (1, 4, "yes", ""),
+    "softmax minus the average": (1, 4, "", ""),
+    "softmax with a norm, minus the average": (1, 4, "yes", ""),
 }
-CONTRASTS = [
-    ("diff", "2 heads, norm, factor"), ("diff, no norm", "2 heads"),
-    ("diff, λ_init 0.8", "2 heads, norm, factor 0.2"),
-    ("diff", "softmax, norm"), ("diff_v2", "softmax, norm, factor 0.2"),
+CONTRASTS = [  # and what the second map does
+    ("diff", "diff without its second map"),
+    ("diff without its norm", "softmax with half the heads"),
+    ("diff with λ_init 0.8", "diff with λ_init 0.8, without its second map"),
 ]
 # then longer runs and larger models, and one rate for both
 SETTINGS = {"2,000 steps": dict(text="stdlib", steps=2000), "2.7 M parameters": dict(size="2.7 M")}
 IN_SETTINGS = [
-    ("diff", "softmax"), ("softmax, norm", "softmax"), ("2 heads, norm, factor 0.2", "softmax"),
-    ("diff", "2 heads, norm, factor"),
+    ("diff", "softmax"), ("softmax with a norm", "softmax"),
+    ("diff with λ_init 0.8, without its second map", "softmax"),
+    ("diff", "diff without its second map"),
 ]
-AT_RATES = [("diff", "softmax"), ("diff", "softmax, norm"), ("softmax, norm", "softmax")]
+AT_RATES = [
+    ("diff", "softmax"), ("diff", "softmax with a norm"), ("softmax with a norm", "softmax"),
+]
 DRAWN = (0.05, 1.0)
 JSON = RESULTS / "start.json"
-COLORS = {"softmax": "#0072B2", "softmax, norm": "#009E73", "diff": "#D55E00"}
+COLORS = {"softmax": "#0072B2", "softmax with a norm": "#009E73", "diff": "#D55E00"}
 
 
 class Data:
@@ -120,13 +108,9 @@ class Data:
         return [], []
 
 
-def name_of(row):
-    return NAMES.get(row, row)
-
-
 def words(rows):
     """The difference of two rows, like "diff − softmax"."""
-    return " − ".join(map(name_of, rows))
+    return " − ".join(rows)
 
 
 def line_of(data, rows, level, lr=None, stds=STARTS, **where):
@@ -157,8 +141,10 @@ def differences(data, level=0.95):
             line = {"rate": name, "difference": words(rows)}
             answer.append(line | line_of(data, rows, level, lr))
     for row, (maps, heads, norm, factor) in PARTS.items():
-        line = {"arm": name_of(row), "maps": maps, "heads": heads, "norm": norm, "factor": factor}
-        parts.append(line | line_of(data, (row, "softmax"), level))
+        line = {"arm": row, "maps": maps, "heads": heads, "norm": norm, "factor": factor}
+        line |= line_of(data, (row, "softmax"), level)
+        del line["n"]  # 20 for all
+        parts.append(line)
     for rows in CONTRASTS:
         contrasts.append({"difference": words(rows)} | line_of(data, rows, level))
     for name, setting in SETTINGS.items():
@@ -166,11 +152,21 @@ def differences(data, level=0.95):
             line = {"setting": name, "difference": words(rows)}
             settings.append(line | line_of(data, rows, level, stds=DRAWN, **setting))
     tables = dict(answer=answer, parts=parts, contrasts=contrasts, settings=settings)
-    return {name: [line for line in table if line["n"]] for name, table in tables.items()}
+    return {name: [line for line in table if any(line.get(f"std {std:g}") for std in STARTS)]
+            for name, table in tables.items()}
+
+
+def line_of_softmax(data):
+    """Its losses, with which all other arms are compared."""
+    line = {"arm": "softmax: its loss", "maps": 1, "heads": 4, "norm": "", "factor": ""}
+    for std in STARTS:
+        losses, _ = data.pair(Cell("softmax", "own"), Cell("softmax", "own"), std)
+        line[f"std {std:g}"] = f"{fmean(losses):.3f}" if losses else ""
+    return line
 
 
 def count(tables):
-    """How many differences stand in these tables."""
+    """How many cells these tables have for differences."""
     lines = [line for table in tables.values() for line in table]
     return sum(bool(line.get(f"std {std:g}")) for line in lines for std in STARTS)
 
@@ -193,6 +189,7 @@ def parts_of(data):
     """{name: text} of the tables of both pages, as far as there are runs for them."""
     n = count(differences(data))
     tables = differences(data, level=1 - 0.05 / max(n, 1))  # by Bonferroni
+    tables["parts"] = [line_of_softmax(data), *tables["parts"]]
     tables["rates"] = table_of_rates(data)
     return {name: stats.markdown(table) for name, table in tables.items() if table}
 
@@ -206,7 +203,7 @@ def draw_rates(data, path):
         for row in SHOWN:
             found = [data.at(Cell(row, "own"), std, lr, data.machines[0]) for lr in RATES]
             means = [fmean(losses) for losses in found]
-            ax.plot(RATES, means, color=COLORS[row], linewidth=3, label=name_of(row))
+            ax.plot(RATES, means, color=COLORS[row], linewidth=3, label=row)
             for lr, losses in zip(RATES, found):
                 ax.plot([lr] * len(losses), losses, "o", color=COLORS[row], alpha=0.4)
         ax.set(xscale="log", title=f"embedding's std {std:g}", ylim=(1.47, 2.15))

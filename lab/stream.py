@@ -11,7 +11,7 @@ import torch
 from data import load_sequences
 from lab import stats
 from lab.start import SHOWN, Cell, load_text, train_one
-from lab.start_page import COLORS, DRAWN, JSON, name_of
+from lab.start_page import COLORS, DRAWN, JSON
 
 OUT = Path("out/stream")
 RATE = 4e-3  # of all six: their own rate
@@ -60,7 +60,7 @@ def draw(found, path):
             if look["std"] == std and look["step"] in (LOOKS[0], LOOKS[-1]):
                 is_first = look["step"] == LOOKS[0]
                 row = look["row"]
-                label = name_of(row) if is_first else None
+                label = row if is_first else None
                 ax.plot(range(1, 5), look["shares"], "-" if is_first else ":", marker="o",
                         color=COLORS[row], linewidth=3, label=label)
         ax.set(yscale="log", ylim=(0.02, 30), title=f"embedding's std {std:g}", xlabel="layer")

@@ -1,7 +1,7 @@
 """The look-up: its texts and its model, and that lab/results/lookup.md says what its data say."""
 import math
 import re
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -73,18 +73,34 @@ def test_the_first_picture(monkeypatch):
     assert files == pictures | {"lookup-shown.json"}
 
 
+def key(run):
+    return str({name: run[name] for name in ("row", *SETTINGS)})
+
+
+def test_the_planned_runs_are_those_of_the_page():
+    planned = [dict(row=row) | asdict(run) for row, run in lookup.planned_runs()]
+    assert sorted(map(key, planned)) == sorted(map(key, RUNS))
+
+
 def test_the_runs_of_the_page_are_made_anew_and_not_twice(monkeypatch, capsys):
+    results = {key(run): run for run in RUNS}
     made = []
-    monkeypatch.setattr(lookup, "train", made.append)
-    results = iter(RUNS)
-    monkeypatch.setattr(lookup, "measure", lambda reader: dict(next(results)))
+    monkeypatch.setattr(lookup, "train", lambda run: made.append(run) or run)
+    planned = iter(lookup.planned_runs())
+
+    def measure(run):
+        row, expected = next(planned)
+        assert run == expected
+        published = results[key(dict(row=row) | asdict(run))]
+        return {name: published[name] for name in published.keys() - {"row", *SETTINGS}}
+
+    monkeypatch.setattr(lookup, "measure", measure)
     for _ in range(2):
         lookup.main(["run"])
         assert lookup.crowd_table(RUNS) in capsys.readouterr().out
     assert len(made) == len(RUNS)
     _, runs = read_json("out/lookup/lookup.json")
-    assert all(run.items() >= {name: old[name] for name in SETTINGS}.items()
-               for run, old in zip(runs, RUNS, strict=True))
+    assert {key(run): run for run in runs} == results
 
 
 def of(**settings):

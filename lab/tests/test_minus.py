@@ -56,6 +56,8 @@ def test_losses_of_bytes_have_the_mean_of_the_model():
 
 
 def test_a_lead_is_worth_the_steps_that_softmax_needs_for_it():
-    losses = {steps: 3 - 0.5 * np.log(steps) + 0.02 * np.log(steps) ** 2 for steps in (50, 200, 800)}
-    expected = 3 - 0.5 * np.log(300) + 0.02 * np.log(300) ** 2
-    assert minus.steps_with_loss(losses, expected) == pytest.approx(300)
+    def loss(steps):
+        return 3 - 0.5 * np.log(steps) + 0.02 * np.log(steps) ** 2
+
+    losses = {steps: loss(steps) for steps in (50, 200, 800)}
+    assert minus.steps_with_loss(losses, loss(300)) == pytest.approx(300)
