@@ -166,9 +166,13 @@ def line_of_softmax(data):
 
 
 def count(tables):
-    """How many cells these tables have for differences."""
-    lines = [line for table in tables.values() for line in table]
-    return sum(bool(line.get(f"std {std:g}")) for line in lines for std in STARTS)
+    """How many differences stand in these tables. Those that stand in two are counted once."""
+    found = set()
+    for line in (line for table in tables.values() for line in table):
+        what = line.get("difference") or f"{line['arm']} − softmax"
+        where = line.get("setting") or line.get("rate") or "each its own"
+        found.update((what, where, std) for std in STARTS if line.get(f"std {std:g}"))
+    return len(found)
 
 
 def table_of_rates(data):

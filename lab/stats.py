@@ -81,7 +81,7 @@ def difference(a, b, level=0.95):
     mean = float(np.mean(a)) - float(np.mean(b))
     if min(len(a), len(b)) < 2 or not math.isfinite(mean):
         return mean, math.nan
-    # not paired where runs share a seed: that took nothing off the noise
+    # not paired where runs share a seed: that mostly takes little off the noise
     low, high = ttest_ind(a, b, equal_var=False).confidence_interval(level)
     return mean, float(high - low) / 2
 

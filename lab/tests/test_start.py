@@ -214,7 +214,7 @@ def test_the_words_of_start_say_its_data():
     tables = start_page.differences(data)
     at_2e_3 = [data.at(Cell(row, "own"), 0.05, 2e-3, "H200") for row in ("diff", "softmax")]
     said = {"start.md": [
-        f"corrected for the {start_page.count(tables)} cells",
+        f"corrected for the {start_page.count(tables)} differences",
         f"At 0.0005 softmax is {cost:.2f} worse than at its own rate",
         f"`diff` is {lead_at_low('diff', **long)} ahead after 2,000 steps, and "
         f"{lead_at_low('diff', **large)} with 2.7 M parameters, softmax with a norm "
