@@ -93,8 +93,11 @@ def stay_on_the_cpu(self, *arguments, **others):
 
 def import_file(path, folders):
     """The module of a file. Its folder is looked at first when it imports others."""
-    parents = [folder.name for folder in reversed(list(path.parents)[:folders])]
-    name = ".".join([*parents, path.stem])
+    names = [folder.name for folder in reversed(list(path.parents)[:folders])] + [path.stem]
+    for name in names:
+        if "." in name:  # it would be read as a package
+            raise NoVerdict(f"Python can't import {name!r}: rename it, without a dot in its name")
+    name = ".".join(names)
     for place in (path.parent, path.parents[folders]):
         sys.path.insert(0, str(place))
     sys.modules.pop(name, None)

@@ -108,9 +108,9 @@ BY_NUMBER = [
         "l counts the layers from 0.")),
     Mistake("lambda_init", CHOICE, text=(
         "lambda_init is another number. In the paper it is 0.8 - 0.6 exp(-0.3 l), and l "
-        "counts the layers from 0. A constant may be meant: the paper tries one, and in a "
-        "small model here 0.8 in all layers did better (0.018 nats behind softmax in place of "
-        "0.062, commit 6d48cee).")),
+        "counts the layers from 0. A constant may be meant: the paper tries one. In a small "
+        "model here 0.8 in all layers did better where the embedding starts small, and worse "
+        "where it starts large (lab/results/start.md).")),
     Mistake("factor", DIFFERS, text=(
         "The normed output is multiplied by another number. In the paper it is 1 - "
         "lambda_init, so that gradients are as large as a Transformer's.")),

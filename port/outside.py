@@ -22,7 +22,7 @@ def apart(a, b):
 def rounding(port, way, x):
     """How far the layer's own rounding moves its output, relative to the largest number of it.
 
-    A smooth function moves by as much for x + dx as it does back for x - dx, but for a millionth.
+    For a smooth f, f(x + dx) + f(x - dx) is 2 f(x), but for a millionth.
     What is left of the sum of both is rounding: 1e-6 in float32, 1e-3 where it casts to float16.
     """
     y = port.run(way.arguments, x)

@@ -53,6 +53,17 @@ def test_without_a_verdict_it_is_two_and_one_sentence(text, words, capsys):
     assert output.out == "" and words in output.err and "Traceback" not in output.err
 
 
+@pytest.mark.parametrize("text, name", [
+    (RIGHT, "attn_v0.1.py"),
+    ("from . import other\n" + RIGHT, "v0.1/attn.py"),  # its folder is a package then
+])
+def test_a_name_with_a_dot_is_no_module(text, name, capsys):
+    Path("v0.1").mkdir()
+    Path("v0.1/other.py").touch()
+    assert run(text, name=name) == 2
+    assert "rename it, without a dot in its name" in capsys.readouterr().err
+
+
 def test_a_missing_file_and_no_file(capsys):
     assert main(["missing.py"]) == 2
     assert "there is no file" in capsys.readouterr().err
