@@ -100,7 +100,7 @@ class SoftmaxFactor(Softmax):
 
     def __init__(self, config, depth):
         super().__init__(config, depth)
-        self.lambda_init = Diff(config, depth).lambda_init
+        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)  # as in Diff
 
 
 class SoftmaxFactorSmall(SoftmaxFactor):

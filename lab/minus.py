@@ -45,7 +45,7 @@ JSON = RESULTS / "matches.json"
 LEAD_STEPS = (500, 2000, 8000)
 PAIRS = {"diff_v2": ("diff_v2", "softmax"), "longer": ("longer/softmax", "softmax")}
 TITLES = {"diff_v2": "of the lead of `diff_v2`, %", "longer": "of that of a longer softmax, %"}
-BLOCKS, T = 203, 256  # all of the val text, in blocks as train.py evaluates them
+T = 256  # bytes of a block, as train.py evaluates them
 
 
 def table_of(data, contrasts):
@@ -148,7 +148,8 @@ def measure(folder):
     paths = sorted(file.parents[1] for file in folder.glob("*/diff_v2/ckpt.pt"))
     if not paths:
         raise SystemExit(f"there is no */diff_v2/ckpt.pt below {folder}")
-    sequences = load_sequences(load_manual()[1], range(BLOCKS), T)
+    val = load_manual()[1]
+    sequences = load_sequences(val, range((len(val) - 1) // T), T)
     classes = classes_of(sequences)
     names = sorted(set(classes.flatten()))
     masks = np.stack([classes == name for name in names])  # (classes, blocks, T)

@@ -107,7 +107,7 @@ def test_on_a_cpu_larger_models_are_trained_one_by_one(monkeypatch):
     made = []
     monkeypatch.setattr(start, "train_one", lambda *run: made.append(run) or abs(run[2] - 2e-3))
     start.OUT.mkdir(parents=True)
-    start.main(["run", "--pieces=size: diff", "--device=cpu", "--at_once=1"])
+    start.main(["run", "--pieces=size: diff", "--device=cpu"])
     assert len(made) == 2 * (2 * 6 + 12)  # two starts: six rates on two seeds, and twelve others
 
 
