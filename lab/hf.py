@@ -29,7 +29,8 @@ import torch
 
 from data import one_sentence
 from lab.from_hf import from_transformers
-from lab.stats import load_checkpoint, parser
+from lab.checkpoints import load_checkpoint
+from lab.stats import parser
 from lab.to_hf import their_tokenizer, to_transformers
 
 

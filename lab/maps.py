@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from check_arm import lambda_of
-from lab.stats import load_checkpoint, load_tokenizer, new_figure, parser
+from lab.checkpoints import load_checkpoint, load_tokenizer
+from lab.stats import new_figure, parser
 from model import make_rope
 
 LONGEST = 64  # tokens. In a map of more the labels can't be read

@@ -1,5 +1,5 @@
 """
-What the programs share: flags, checkpoints, means with intervals, tables, JSON files and figures.
+What the programs share: flags, means with intervals, tables, JSON files and figures.
 
 A ± is always half of an interval, of 95 % unless a call says another level.
 """
@@ -11,11 +11,6 @@ import re
 from pathlib import Path
 
 import numpy as np
-
-from data import get_tokenizer
-from lab import arms
-from model import GPT
-from sample import find_checkpoint
 
 RESULTS = Path(__file__).parent / "results"  # the pages, with their data and figures
 # Okabe and Ito's colours, which every kind of eye can tell apart
@@ -35,33 +30,6 @@ def parser(module, text):
     """A parser of command lines, whose help shows this text as it stands."""
     style = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(f"python -m {module}", description=text, formatter_class=style)
-
-
-def load_checkpoint(path, device="cpu"):
-    """(file, the GPT in it) of a file, a run's folder, or None: the newest below out/."""
-    arms.register()
-    try:
-        file = find_checkpoint(path)
-        return file, GPT.load(file, device)
-    except (OSError, ValueError) as e:
-        raise SystemExit(str(e)) from None
-
-
-def load_tokenizer(file, model):
-    """The tokenizer of a checkpoint: one of data.py, or one of transformers, kept beside it."""
-    if "tokenizer" in model.extra:
-        try:
-            return get_tokenizer(model.extra["tokenizer"])
-        except (OSError, ValueError) as e:
-            raise SystemExit(str(e)) from None
-    if not (file.parent / "tokenizer.json").exists():
-        raise SystemExit(f"{file} does not name its tokenizer, and none lies beside it")
-    try:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(file.parent)
-    except Exception as e:  # a file can be damaged in many ways
-        raise SystemExit(f"the tokenizer of {file} can't be read: {e!r:.300}") from e
 
 
 def mean_interval(values):

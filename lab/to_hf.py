@@ -14,7 +14,7 @@ import torch
 
 import model as model_py
 from data import EOT
-from lab.stats import load_checkpoint, load_tokenizer
+from lab.checkpoints import load_checkpoint, load_tokenizer
 from model import ATTENTION, NORM_EPS, ModelError
 
 ARMS = {"llama": "softmax", "diffllama": "diff"}  # by the model_type of transformers
