@@ -4,7 +4,7 @@ Trains many small models at once, as one model whose parameters have a further d
 A run of the toy takes three minutes on a core, and needs a small part of a GPU. Here the models of
 a group have the same shapes, and differ in their first weights, their order of the data and their
 rate. Each of them is trained as train.py does it, on the same tokens with the same AdamW, but for
-rounding (and on a GPU in TF32, as there).
+rounding, and on a GPU in float32 with TF32, where train.py mostly takes bfloat16.
 """
 import math
 

@@ -106,7 +106,7 @@ class Cell:
     def config(self, kernel="sdpa"):
         larger = dict(n_layer=6, n_head=6, n_embd=192) if self.size == "2.7 M" else {}
         tokens = 65_536 if self.text == "manual" else 262_144
-        return replace(train.PRESETS["toy"], vocab_size=257, kernel=kernel,
+        return replace(train.PRESETS["toy"], vocab_size=257, kernel=kernel, dtype="float32",
                        eval_tokens=tokens, steps=self.steps, warmup=self.steps // 10,
                        **larger | ROWS[self.row])
 

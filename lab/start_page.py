@@ -82,12 +82,11 @@ class Data:
         rates = self.found.get((machine, cell, std), {})
         is_sign = cell.head == "tied" and cell.row in V2 and cell.text == "manual"
         chosen_on = CHOOSE_V2_ON if is_sign else CHOOSE_ON
-        mean = {}
-        for rate, losses in rates.items():
-            tried = [loss for seed, loss in losses.items() if seed in chosen_on]
-            if tried:
-                mean[rate] = fmean(tried)
-        if mean:
+        tried = {rate: [loss for seed, loss in losses.items() if seed in chosen_on]
+                 for rate, losses in rates.items()}
+        n = max(map(len, tried.values()), default=0)
+        if n > 0:
+            mean = {rate: fmean(losses) for rate, losses in tried.items() if len(losses) == n}
             rate = min(mean, key=mean.get)
         else:  # no run, or those of one rate, which was chosen on another machine
             rate = next(iter(rates), None)

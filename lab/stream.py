@@ -2,7 +2,8 @@
 What attention adds to the residual stream, beside the stream that it reads: a figure of start.md.
 
     python -m lab.stream run        # trains six models, and measures it: 20 minutes on a core
-    python -m lab.stream publish    # the page's figure, from its published data
+    python -m lab.stream publish    # the page's figure, from its published data: "stream" in
+                                    # start.json, into which a new measurement is put by hand
 """
 from pathlib import Path
 

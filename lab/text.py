@@ -13,6 +13,7 @@ The arms are those of model.py and lab/arms.py, with 0.8 M parameters each. They
 Python's manual 2.5 times, in 500 steps. Each row has a rate of its own, chosen on other seeds than
 those that are reported, because a loss that was chosen for being small is not a fair one.
 """
+import math
 import statistics
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from lab import arms, losses, stats
 from model import GPT
 
 arms.register()
-FLAGS = "--preset=toy --eval_every=250"  # of all rows
+FLAGS = "--preset=toy --eval_every=250 --device=cpu --dtype=float32"  # of all rows
 ROWS = {
     "softmax": "--attn=softmax",
     "softmax, 2 heads": "--attn=softmax --n_head=2",
@@ -51,74 +52,52 @@ FEW = range(3, 8)  # the seeds that are reported
 MANY = range(8, 48)
 ADDRESSES = range(3, 6)
 
-# a row, the one that it is compared to, and on which seeds
-COMPARISONS = [
-    # the paper's form, and then with more and more alike
-    ("diff", "softmax", FEW),
-    ("diff", "softmax, 2 heads, norm", FEW),
-    ("diff", "diff without its second map", FEW),
-    ("diff, no norm", "softmax, 2 heads", FEW),
-    # the norm and the factor
-    ("diff", "diff, no norm", FEW),
-    ("softmax, 2 heads, norm", "softmax, 2 heads", FEW),
-    ("diff without its second map", "softmax, 2 heads, norm", FEW),
-    ("diff, norm from 0.2", "diff", FEW),
-    ("diff, norm from 0.2", "diff, no norm", FEW),
-    ("diff, norm from 0.2", "softmax", FEW),
-    ("diff, norm from 0.2", "softmax, 2 heads, norm from 0.2", FEW),
-    # is any minus enough?
-    ("softmax minus average", "softmax", FEW),
-    # the second version: is it the minus, or the free sum of a row, which is a gate?
-    ("diff_v2", "softmax", MANY),
-    ("gate", "softmax", MANY),
-    ("diff_v2", "gate", MANY),
-    ("diff_v2, rows sum to 1", "diff_v2", FEW),
-    ("diff_v2, rows sum to 1", "a plus, rows sum to 1", FEW),
-    ("diff_v2, addresses", "softmax, addresses", ADDRESSES),
-    ("gate, addresses", "softmax, addresses", ADDRESSES),
-    ("gate, addresses", "diff_v2, addresses", ADDRESSES),
-    # linear attention
-    ("linear", "softmax", FEW),
-    ("linear minus average", "linear", FEW),
-    ("diff_linear", "linear", FEW),
-    ("linear, 2 heads, norm", "linear", FEW),
-    ("diff_linear", "linear, 2 heads, norm", FEW),
-    ("linear + decay", "linear", FEW),
-    ("linear, one head of span 4", "linear", FEW),
-    ("linear + decay", "softmax + decay", FEW),
-    ("linear + decay", "softmax", FEW),
-    ("softmax + decay", "softmax", FEW),
-    ("diff_linear + decay", "linear + decay", FEW),
-]
-
-# those of the first table of text.md
-ANSWER = [
-    ("diff", "softmax"),
-    ("diff, norm from 0.2", "softmax"),
-    ("softmax minus average", "softmax"),
-    ("diff_v2", "softmax"),
-    ("gate", "softmax"),
-]
-
-# of the first of linear.md
-ANSWER_LINEAR = [
-    ("linear", "softmax"),
-    ("linear + decay", "softmax + decay"),
-    ("diff_linear", "linear, 2 heads, norm"),
-    ("diff_linear + decay", "linear + decay"),
-]
-
-# and those on the paper's form
-FORM = [
-    ("diff", "diff without its second map"),
-    ("diff", "softmax, 2 heads, norm"),
-    ("diff, no norm", "softmax, 2 heads"),
-    ("diff", "diff, no norm"),
-    ("diff without its second map", "softmax, 2 heads, norm"),
-    ("diff, norm from 0.2", "diff"),
-    ("diff, norm from 0.2", "diff, no norm"),
-    ("diff, norm from 0.2", "softmax, 2 heads, norm from 0.2"),
-]
+# for each table of a page: a row, the one that it is compared to, and on which seeds
+COMPARISONS = {
+    ("text.md", "answer"): [
+        ("diff", "softmax", FEW),
+        ("diff, norm from 0.2", "softmax", FEW),
+        ("softmax minus average", "softmax", FEW),  # is any minus enough?
+        ("diff_v2", "softmax", MANY),
+        ("gate", "softmax", MANY),
+    ],
+    ("text.md", "form"): [  # the paper's form, with more and more alike
+        ("diff", "softmax, 2 heads, norm", FEW),
+        ("diff", "diff without its second map", FEW),
+        ("diff, no norm", "softmax, 2 heads", FEW),
+        ("diff", "diff, no norm", FEW),
+        ("diff without its second map", "softmax, 2 heads, norm", FEW),
+        ("diff, norm from 0.2", "diff", FEW),
+        ("diff, norm from 0.2", "diff, no norm", FEW),
+        ("diff, norm from 0.2", "softmax, 2 heads, norm from 0.2", FEW),
+    ],
+    ("text.md", "comparisons"): [
+        ("softmax, 2 heads, norm", "softmax, 2 heads", FEW),
+        # the second version: is it the minus, or the free sum of a row, which is a gate?
+        ("diff_v2", "gate", MANY),
+        ("diff_v2, rows sum to 1", "diff_v2", FEW),
+        ("diff_v2, rows sum to 1", "a plus, rows sum to 1", FEW),
+        ("diff_v2, addresses", "softmax, addresses", ADDRESSES),
+        ("gate, addresses", "softmax, addresses", ADDRESSES),
+        ("gate, addresses", "diff_v2, addresses", ADDRESSES),
+    ],
+    ("linear.md", "answer"): [
+        ("linear", "softmax", FEW),
+        ("diff_linear", "linear, 2 heads, norm", FEW),
+        ("linear + decay", "softmax + decay", FEW),
+        ("diff_linear + decay", "linear + decay", FEW),
+    ],
+    ("linear.md", "comparisons"): [
+        ("linear minus average", "linear", FEW),
+        ("diff_linear", "linear", FEW),
+        ("linear, 2 heads, norm", "linear", FEW),
+        ("linear + decay", "linear", FEW),
+        ("linear, one head of span 4", "linear", FEW),
+        ("linear + decay", "softmax", FEW),
+        ("softmax + decay", "softmax", FEW),
+    ],
+}
+ALL = [comparison for table in COMPARISONS.values() for comparison in table]
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 CHOOSE_ON = range(1, 3)  # the seeds on which a row's rate is chosen
@@ -127,7 +106,7 @@ CHOOSE_ON = range(1, 3)  # the seeds on which a row's rate is chosen
 def reported_seeds(row):
     """The seeds of all comparisons that need the row."""
     seeds = set()
-    for one, base, those in COMPARISONS:
+    for one, base, those in ALL:
         if row in (one, base):
             seeds.update(those)
     return sorted(seeds)
@@ -141,11 +120,13 @@ def do_run(row, rate, seed, purpose, out):
     train.main([*flags.split(), f"--out={folder}"])
     (log,) = folder.glob("*/log.jsonl")  # the folder of the arm
     found = losses.read_run(log)
-    text = load_sequences(load_manual()[1], range(16), found["block_size"])[:, :-1]
-    model = GPT.load(log.parent / "ckpt.pt")
-    return dict(row=row, lr=rate, seed=seed, purpose=purpose) | {
-        "val_loss": found["val_loss"], "parameters": found["parameters"],
-        "lambda": train.lambdas(model, text)}  # on val
+    run = dict(row=row, lr=rate, seed=seed, purpose=purpose,
+               val_loss=found["val_loss"], parameters=found["parameters"])
+    if math.isfinite(run["val_loss"]):  # else there may be no checkpoint
+        text = load_sequences(load_manual()[1], range(16), found["block_size"])[:, :-1]
+        model = GPT.load(log.parent / "ckpt.pt")
+        run["lambda"] = train.lambdas(model, text)  # on val
+    return run
 
 
 def train_row(row, out):
@@ -166,9 +147,9 @@ def losses_of(runs, row, seeds):
             and run["purpose"] == "reported" and run["seed"] in seeds]
 
 
-def compared(runs):
+def compared(runs, comparisons):
     """(row, base, losses of the row, losses of the base) of each comparison that has runs"""
-    for row, base, seeds in COMPARISONS:
+    for row, base, seeds in comparisons:
         a = losses_of(runs, row, seeds)
         b = losses_of(runs, base, seeds)
         if a and b:
@@ -180,23 +161,18 @@ def is_linear(row):
     return row.startswith(("linear", "diff_linear")) or row.endswith("decay")
 
 
-def table_of(runs, wanted):
-    """A line for each comparison that is wanted. wanted: a function of a row and its base.
-
-    The differences are by Welch's t.
-    """
+def table_of(runs, comparisons):
+    """A line for each comparison. The differences are by Welch's t."""
     table = []
-    for row, base, a, b in compared(runs):
-        if wanted(row, base):
-            difference = stats.plus_minus(*stats.difference(a, b))
-            table.append({"row": row, "compared with": base, "difference": difference,
-                          "n": len(a)})
+    for row, base, a, b in compared(runs, comparisons):
+        difference = stats.plus_minus(*stats.difference(a, b))
+        table.append({"row": row, "compared with": base, "difference": difference, "n": len(a)})
     return table
 
 
 def how_sure(runs):
     """A sentence: how many intervals exclude 0, as they are and by Bonferroni."""
-    pairs = [(a, b) for _, _, a, b in compared(runs)]
+    pairs = [(a, b) for _, _, a, b in compared(runs, ALL)]
     clear = []
     for level in (0.95, 1 - 0.05 / len(pairs)):
         found = [stats.difference(a, b, level) for a, b in pairs]
@@ -220,31 +196,20 @@ def lambdas_of(runs):
 
 def parts_of(runs):
     """{page: {name of a part: its text}}: what is made of the runs."""
+    tables = {place: table_of(runs, comparisons) for place, comparisons in COMPARISONS.items()}
     lambdas = lambdas_of(runs)
-    tables = {
-        "answer": table_of(runs, lambda row, base: (row, base) in ANSWER),
-        "form": table_of(runs, lambda row, base: (row, base) in FORM),
-        "comparisons": table_of(runs, lambda row, base: not is_linear(row)
-                                and (row, base) not in ANSWER + FORM),
-        "lambdas": [line for line in lambdas if not is_linear(line["row"])],
-    }
-    tables_of_linear = {
-        "answer": table_of(runs, lambda row, base: (row, base) in ANSWER_LINEAR),
-        "comparisons": table_of(runs, lambda row, base: is_linear(row)
-                                and (row, base) not in ANSWER_LINEAR),
-        "lambdas": [line for line in lambdas if is_linear(line["row"])],
-    }
-    return {"text.md": as_markdown(tables) | {"sure": how_sure(runs)},
-            "linear.md": as_markdown(tables_of_linear)}
-
-
-def as_markdown(tables):
-    return {name: stats.markdown(table) for name, table in tables.items() if table}
+    tables["text.md", "lambdas"] = [line for line in lambdas if not is_linear(line["row"])]
+    tables["linear.md", "lambdas"] = [line for line in lambdas if is_linear(line["row"])]
+    parts = {"text.md": {"sure": how_sure(runs)}, "linear.md": {}}
+    for (page, name), table in tables.items():
+        if table:
+            parts[page][name] = stats.markdown(table)
+    return parts
 
 
 def draw(runs, path):
     figure, (ax,) = stats.new_figure(width=9, height=5)
-    shown = [found for found in compared(runs) if found[:2] in ANSWER]
+    shown = list(compared(runs, COMPARISONS["text.md", "answer"]))
     for height, (row, base, a, b) in enumerate(shown):
         dots = [loss - statistics.fmean(b) for loss in a]
         color = stats.COLORS[row.replace(",", " ").split()[0]]

@@ -21,7 +21,9 @@ def test_a_small_experiment_from_the_first_run_to_the_page(monkeypatch, capsys):
     tiny = "--preset=toy --device=cpu --n_layer=1 --n_embd=16 --block_size=16 --total_batch=32"
     monkeypatch.setattr(text, "FLAGS", f"{tiny} --steps=2 --eval_tokens=64")
     monkeypatch.setattr(text, "ROWS", {row: f"--attn={row}" for row in ("diff", "gate")})
-    monkeypatch.setattr(text, "COMPARISONS", [("gate", "diff", range(3, 5))])
+    comparisons = [("gate", "diff", range(3, 5))]
+    monkeypatch.setattr(text, "COMPARISONS", {("text.md", "answer"): comparisons})
+    monkeypatch.setattr(text, "ALL", comparisons)
     monkeypatch.setattr(train, "evaluate", lambda model, val, config, *_: abs(config.lr - 4e-3))
     # the map is for pictures: no run of this size should need it
     monkeypatch.setattr(Attention, "map", None)
