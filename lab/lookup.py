@@ -235,8 +235,13 @@ def run_all():
     out = Path("out/lookup/lookup.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     about, runs = read_json(out) if out.exists() else (dict(torch=torch.__version__), [])
-    for row, run in planned_runs()[len(runs):]:
-        runs.append(dict(row=row) | asdict(run) | measure(train(run)))
+    settings = ["row", *asdict(Run("softmax"))]
+    made = [{name: run[name] for name in settings} for run in runs]
+    for row, run in planned_runs():
+        planned = dict(row=row) | asdict(run)
+        if planned in made:
+            continue
+        runs.append(planned | measure(train(run)))
         write_json(out, about, runs)
         print(f"-> {out}: {run.arm}, seed {run.seed}")
     print("\n\n".join(tables_of(runs).values()))

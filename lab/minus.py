@@ -4,12 +4,12 @@ The minus in diff_v2: what lab/results/minus.md says of it.
     python -m lab.minus publish                # the page's tables, from the published data
     python -m lab.minus measure out/matches    # where the lead lies in these runs of yours:
 
-    cpu="--device=cpu --dtype=float32"
+    train() { python train.py --device=cpu --dtype=float32 "$@"; }
     for s in 8 9 10 11 12 13 14 15 16 17; do
         out=out/matches/$s
-        python train.py $cpu --attn=softmax --lr=4e-3 --seed=$s --out=$out
-        python train.py $cpu --attn=diff_v2 --lr=2e-3 --seed=$s --out=$out
-        python train.py $cpu --attn=softmax --lr=4e-3 --seed=$s --steps=545 --out=$out/longer
+        train --attn=softmax --lr=4e-3 --seed=$s --out=$out
+        train --attn=diff_v2 --lr=2e-3 --seed=$s --out=$out
+        train --attn=softmax --lr=4e-3 --seed=$s --steps=545 --out=$out/longer
     done
 
 The first table compares the sign and its controls, and the second says what diff_v2's lead is worth

@@ -186,7 +186,8 @@ class Runs:
         if self.file.exists():
             for line in self.file.read_text(encoding="utf-8").splitlines():
                 run = json.loads(line)
-                self.losses[run["std"], run["lr"], run["seed"]] = run["val_loss"]
+                if run["at"] == machine(device):
+                    self.losses[run["std"], run["lr"], run["seed"]] = run["val_loss"]
 
     def make(self, wanted):
         """Trains those of the wanted (std, rate, seed) that are missing, in groups."""

@@ -3,13 +3,14 @@ The tables and figures of start.md and start-record.md in lab/results, from star
 
     python -m lab.start_page tables     # prints the tables of the runs below out/start alone
     python -m lab.start_page publish    # the pages' tables and figures, from start.json
-    python -m lab.start_page collect    # puts the runs below out/start into start.json, for good
-
-The other figure of start.md is made by lab/stream.py.
+    python -m lab.start_page collect    # puts the runs below out/start into start.json, for good,
+                                        # and what lab/stream.py, which has the other figure,
+                                        # measured
 """
 import json
 from collections import Counter
 from dataclasses import fields
+from pathlib import Path
 from statistics import fmean
 
 from lab import stats
@@ -57,6 +58,7 @@ AT_RATES = [
 ]
 DRAWN = (0.05, 1.0)
 JSON = RESULTS / "start.json"
+STREAM = Path("out/stream/stream.json")  # see lab/stream.py
 COLORS = {"softmax": "#0072B2", "softmax with a norm": "#009E73", "diff": "#D55E00"}
 
 
@@ -141,9 +143,7 @@ def differences(data, level=0.95):
             answer.append(line | line_of(data, rows, level, lr))
     for row, (maps, heads, norm, factor) in PARTS.items():
         line = {"arm": row, "maps": maps, "heads": heads, "norm": norm, "factor": factor}
-        line |= line_of(data, (row, "softmax"), level)
-        del line["n"]  # 20 for all
-        parts.append(line)
+        parts.append(line | line_of(data, (row, "softmax"), level))
     for rows in CONTRASTS:
         contrasts.append({"difference": words(rows)} | line_of(data, rows, level))
     for name, setting in SETTINGS.items():
@@ -161,7 +161,7 @@ def line_of_softmax(data):
     for std in STARTS:
         losses, _ = data.pair(Cell("softmax", "own"), Cell("softmax", "own"), std)
         line[f"std {std:g}"] = f"{fmean(losses):.3f}" if losses else ""
-    return line
+    return line | {"n": ""}
 
 
 def count(tables):
@@ -253,6 +253,8 @@ def publish():
 
 def collect():
     about, runs = stats.read_json(JSON)
+    if STREAM.exists():
+        about["stream"] = stats.read_json(STREAM)[1]
     stats.write_json(JSON, about, joined(runs, read_runs()))
 
 

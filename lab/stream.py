@@ -2,19 +2,15 @@
 What attention adds to the residual stream, beside the stream that it reads: a figure of start.md.
 
     python -m lab.stream run        # trains six models, and measures it: 20 minutes on a core
-    python -m lab.stream publish    # the page's figure, from its published data: "stream" in
-                                    # start.json, into which a new measurement is put by hand
+    python -m lab.stream publish    # the page's figure, from its published data in start.json
 """
-from pathlib import Path
-
 import torch
 
 from data import load_sequences
 from lab import stats
 from lab.start import SHOWN, Cell, load_text, train_one
-from lab.start_page import COLORS, DRAWN, JSON
+from lab.start_page import COLORS, DRAWN, JSON, STREAM
 
-OUT = Path("out/stream")
 RATE = 4e-3  # of all six: their own rate
 LOOKS = (0, 100, 500)  # steps at which the stream is looked at
 
@@ -77,11 +73,11 @@ def draw(found, path):
 
 
 def run():
-    OUT.mkdir(parents=True, exist_ok=True)
+    STREAM.parent.mkdir(parents=True, exist_ok=True)
     found = measure()
-    stats.write_json(OUT / "stream.json", {}, found)
-    draw(found, OUT / "stream.png")
-    print(f"-> {OUT}")
+    stats.write_json(STREAM, {}, found)
+    draw(found, STREAM.with_suffix(".png"))
+    print(f"-> {STREAM.parent}")
 
 
 def publish():

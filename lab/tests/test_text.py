@@ -59,8 +59,8 @@ def test_the_page_has_the_table_and_the_numbers_of_its_json():
     assert abs(again["diff_v2"]) < 1e-6
     for number in [
         f"V2 is {less('softmax, addresses', 'diff_v2, addresses', text.ADDRESSES)} ahead",
-        f"costs `diff` {less('diff, norm from 0.2', 'diff, no norm')}",
-        f"than without, by {less('softmax, 2 heads, norm', 'diff without its second map')}",
+        f"costs `diff` {less('diff, norm from 0.2', 'diff without its norm')}",
+        f"than without, by {less('softmax with half the heads and a norm', 'diff without its second map')}",
         f"beat the next one by {tried('softmax', 2e-3) - tried('softmax', 4e-3):.3f}",
         f"and V2's by {tried('diff_v2', 4e-3) - tried('diff_v2', 2e-3):.3f}",
         f"{tried('softmax, addresses', 1e-3) - tried('diff_v2, addresses', 2e-3):.3f} ahead",
