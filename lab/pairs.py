@@ -215,6 +215,6 @@ def measure(reader):
     found["own"] = {name: score(reader, *of_test) for name, of_test in tests.items()}
     arm = reader.run.arm
     if arm != "softmax_sum":  # which has no minus
-        held = reader.read_as("softmax_average" if arm == "softmax" else arm, lam=1.0)
-        found["1"] = {name: score(held, *of_test) for name, of_test in tests.items()}
+        at_one = reader.read_as("softmax_average" if arm == "softmax" else arm, lam=1.0)
+        found["1"] = {name: score(at_one, *of_test) for name, of_test in tests.items()}
     return found

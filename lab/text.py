@@ -212,7 +212,7 @@ def draw(runs, path):
     shown = list(compared(runs, COMPARISONS["text.md", "answer"]))
     for height, (row, base, a, b) in enumerate(shown):
         dots = [loss - statistics.fmean(b) for loss in a]
-        color = stats.COLORS[row.replace(",", " ").split()[0]]
+        color = stats.COLORS[ROWS[row].split()[0].removeprefix("--attn=")]
         ax.plot(dots, [height] * len(a), "o", color=color, alpha=0.4)
         mean, half = stats.difference(a, b)
         ax.errorbar(mean, height, xerr=half, fmt="|", color="black", markersize=14, capsize=4)
