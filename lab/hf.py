@@ -28,8 +28,8 @@ from pathlib import Path
 import torch
 
 from data import one_sentence
-from lab.from_hf import from_transformers
 from lab.checkpoints import load_checkpoint
+from lab.from_hf import from_transformers
 from lab.stats import parser
 from lab.to_hf import their_tokenizer, to_transformers
 

@@ -56,7 +56,10 @@ def difference(a, b, level=0.95):
 
 def plus_minus(mean, half, digits=3):
     """Like "0.123 ± 0.004", or "0.123" where half is nan."""
-    text = f"{round(mean, digits) + 0.0:.{digits}f}"  # + 0.0: no minus before 0
+    mean = round(mean, digits)
+    if mean == 0:
+        mean = 0.0  # it may be -0.0
+    text = f"{mean:.{digits}f}"
     return text if math.isnan(half) else f"{text} ± {half:.{digits}f}"
 
 
