@@ -3,9 +3,10 @@ What does the subtraction buy? A look-up among pairs (lab/pairs.py), on which a 
 seconds.
 
     python -m lab.lookup            # three models and the first picture: two minutes on one core
-    python -m lab.lookup run        # trains all runs of the page anew, for hours, and prints the
-                                    # tables that they make. It can be stopped
-    python -m lab.lookup publish    # the tables and figures of the page, from its published data
+    python -m lab.lookup run        # trains all runs of both pages anew, for hours, and prints
+                                    # the tables that they make. It can be stopped
+    python -m lab.lookup publish    # the tables and figures of lookup.md and longer.md in
+                                    # lab/results, from their published data
 
 A run is a line of JSON: its settings, and for each test [% right, % that name the crowd], as read
 with its "own" lambda and with "1".
@@ -44,7 +45,7 @@ LONG = dict(train_pairs=[16, 256], keys=1024, values=512)  # the texts of the ro
 
 
 def planned_runs():
-    """[(row, Run)]: all that the page reports. A row "" stands in no table of rows."""
+    """[(row, Run)]: all that the pages report. A row "" stands in no table of rows."""
     plan = [(row, settings, seeds) for row, (settings, seeds) in CROWDS.items()]
     for tau in (*CAPS, None):
         for arm in NAMES:
@@ -215,23 +216,26 @@ def lead_table(runs):
 
 
 def tables_of(runs):
-    """{name: text} of the tables of the page."""
-    tables = {"answer": answer_table, "borders": border_table, "crowds": crowd_table,
-              "lead": lead_table, "lengths": length_table}
-    return {name: table_of(runs) for name, table_of in tables.items()}
+    """{page: {name: text}} of the tables of both pages."""
+    return {
+        "lookup.md": {"answer": answer_table(runs), "borders": border_table(runs),
+                      "crowds": crowd_table(runs)},
+        "longer.md": {"lead": lead_table(runs), "lengths": length_table(runs)},
+    }
 
 
 # ---- the programs
 
 def publish():
-    """Writes the tables into the page, and draws its figures."""
+    """Writes the tables into the pages, and draws their figures."""
     _, runs = read_json(RESULTS / "lookup.json")
-    renew(RESULTS / "lookup.md", tables_of(runs))
+    for page, tables in tables_of(runs).items():
+        renew(RESULTS / page, tables)
     draw(RESULTS, read_json(RESULTS / "lookup-shown.json")[1], runs)
 
 
 def run_all():
-    """Trains the runs of the page anew, into out/lookup. What is there already is not repeated."""
+    """Trains the runs of both pages anew, into out/lookup. What is there already is not repeated."""
     out = Path("out/lookup/lookup.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     about, runs = read_json(out) if out.exists() else (dict(torch=torch.__version__), [])
@@ -244,7 +248,8 @@ def run_all():
         runs.append(planned | measure(train(run)))
         write_json(out, about, runs)
         print(f"-> {out}: {run.arm}, seed {run.seed}")
-    print("\n\n".join(tables_of(runs).values()))
+    for tables in tables_of(runs).values():
+        print(*tables.values(), sep="\n\n", end="\n\n")
 
 
 def show(steps=STEPS):

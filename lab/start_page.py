@@ -21,8 +21,7 @@ STARTS = (0.05, 0.2, 1.0)  # the embedding's std, at its start
 LOW = 5e-4  # an eighth of the rate that softmax, softmax with the norm and diff chose at std 1
 # the contrasts: a row less another one. First the answer of the page
 ANSWER = [
-    ("each its own", None,
-     [("diff", "softmax"), ("diff", "diff without its second map"), ("diff_v2", "softmax")]),
+    ("each its own", None, [("diff", "softmax"), ("diff_v2", "softmax")]),
     (f"{LOW:g} for both", LOW, [("diff", "softmax"), ("softmax with a norm", "softmax")]),
 ]
 # then the parts: maps, heads, norm and factor of an arm, which is compared to softmax
@@ -36,27 +35,24 @@ PARTS = {
     "diff": (2, 2, "yes", "1 − λ_init"),
     "diff with λ_init 0.8": (2, 2, "yes", "0.2"),
     "diff_v2": (2, 4, "", ""),
-    "softmax with diff_v2's MLP": (1, 4, "", ""),
-    "gate": (1, 4, "", ""),
     "softmax minus the average": (1, 4, "", ""),
-    "softmax with a norm, minus the average": (1, 4, "yes", ""),
 }
-CONTRASTS = [  # and what the second map does
-    ("diff", "diff without its second map"),
-    ("diff without its norm", "softmax with half the heads"),
-    ("diff with λ_init 0.8", "diff with λ_init 0.8, without its second map"),
-]
-# then longer runs and larger models, and one rate for both
+FURTHER = ("softmax with a norm, minus the average", "gate", "softmax with diff_v2's MLP")
+# then longer runs and larger models, and what the second map does
 SETTINGS = {"2,000 steps": dict(text="stdlib", steps=2000), "2.7 M parameters": dict(size="2.7 M")}
 IN_SETTINGS = [
     ("diff", "softmax"), ("softmax with a norm", "softmax"),
     ("diff with λ_init 0.8, without its second map", "softmax"),
-    ("diff", "diff without its second map"),
 ]
-AT_RATES = {  # and on which seeds
-    ("diff", "softmax"): FEW, ("diff", "softmax with a norm"): FEW,
-    ("softmax with a norm", "softmax"): FEW, ("diff", "diff without its second map"): CHOOSE_ON,
-}
+SECOND_MAP = [
+    ("500 steps", {}, ("diff", "diff without its second map")),
+    ("500 steps", {}, ("diff without its norm", "softmax with half the heads")),
+    ("500 steps", {},
+     ("diff with λ_init 0.8", "diff with λ_init 0.8, without its second map")),
+    ("2,000 steps", SETTINGS["2,000 steps"], ("diff", "diff without its second map")),
+]
+AT_RATES = [("diff", "softmax"), ("softmax with a norm", "softmax")]  # with one rate for both
+ON_RECORD = ("further", "rates")  # the tables of start-record.md
 DRAWN = (0.05, 1.0)
 JSON = RESULTS / "start.json"
 STREAM = Path("out/stream/stream.json")  # see lab/stream.py
@@ -75,10 +71,10 @@ class Data:
         at = Counter(run["at"] for run in runs)
         self.machines = [machine for machine, _ in at.most_common()]
 
-    def at(self, cell, std, lr, machine, seeds=FEW):
-        """The losses of seeds that were run at each rate."""
+    def at(self, cell, std, lr, machine):
+        """The losses at this rate, of the seeds that were run at each rate."""
         losses = self.found.get((machine, cell, std), {}).get(lr, {})
-        return [loss for seed, loss in losses.items() if seed in seeds]
+        return [loss for seed, loss in losses.items() if seed in FEW]
 
     def reported(self, cell, std, machine):
         """(rate, losses): the rate that some seeds chose, and what the others gave."""
@@ -95,17 +91,16 @@ class Data:
             rate = next(iter(rates), None)
         return rate, [loss for seed, loss in rates.get(rate, {}).items() if seed not in chosen_on]
 
-    def pair(self, a, b, std, lr=None, seeds=FEW):
+    def pair(self, a, b, std, lr=None):
         """The losses of two cells on one machine, which has most runs of those that have both.
 
-        lr: one rate for both, on these seeds. None: each at its own. ([], []) if no machine has
-        both.
+        lr: one rate for both. None: each at its own. ([], []) if no machine has both.
         """
         for machine in self.machines:
             if lr is None:
                 pair = [self.reported(cell, std, machine)[1] for cell in (a, b)]
             else:
-                pair = [self.at(cell, std, lr, machine, seeds) for cell in (a, b)]
+                pair = [self.at(cell, std, lr, machine) for cell in (a, b)]
             if all(pair):
                 return pair
         return [], []
@@ -137,8 +132,8 @@ def line_of(data, rows, level, lr=None, stds=STARTS, **where):
 
 
 def differences(data, level=0.95):
-    """{name: table} of the four tables of differences. level: see line_of."""
-    answer, parts, contrasts, settings = [], [], [], []
+    """{name: table} of the tables of differences. level: see line_of."""
+    answer, parts, further, second_map, settings = [], [], [], [], []
     for name, lr, all_rows in ANSWER:
         for rows in all_rows:
             line = {"rate": name, "difference": words(rows)}
@@ -146,13 +141,17 @@ def differences(data, level=0.95):
     for row, (maps, heads, norm, factor) in PARTS.items():
         line = {"arm": row, "maps": maps, "heads": heads, "norm": norm, "factor": factor}
         parts.append(line | line_of(data, (row, "softmax"), level))
-    for rows in CONTRASTS:
-        contrasts.append({"difference": words(rows)} | line_of(data, rows, level))
+    for row in FURTHER:
+        further.append({"arm": row} | line_of(data, (row, "softmax"), level))
+    for name, setting, rows in SECOND_MAP:
+        line = {"difference": words(rows), "setting": name}
+        second_map.append(line | line_of(data, rows, level, **setting))
     for name, setting in SETTINGS.items():
         for rows in IN_SETTINGS:
             line = {"setting": name, "difference": words(rows)}
             settings.append(line | line_of(data, rows, level, stds=DRAWN, **setting))
-    tables = dict(answer=answer, parts=parts, contrasts=contrasts, settings=settings)
+    tables = dict(answer=answer, parts=parts, second_map=second_map, settings=settings,
+                  further=further)
     return {name: [line for line in table if any(line.get(f"std {std:g}") for std in STARTS)]
             for name, table in tables.items()}
 
@@ -180,10 +179,10 @@ def table_of_rates(data):
     """What one would see who tried one rate."""
     table = []
     for std in DRAWN:
-        for rows, seeds in AT_RATES.items():
+        for rows in AT_RATES:
             line = {}
             for lr in RATES:
-                a, b = data.pair(*(Cell(row, "own") for row in rows), std, lr, seeds)
+                a, b = data.pair(*(Cell(row, "own") for row in rows), std, lr)
                 line[f"{lr:g}"] = stats.plus_minus(*stats.difference(a, b), digits=2) if a else ""
             if any(line.values()):
                 table.append({"start": f"std {std:g}", "difference": words(rows)} | line)
@@ -209,6 +208,9 @@ def draw_rates(data, path):
             found = [data.at(Cell(row, "own"), std, lr, data.machines[0]) for lr in RATES]
             means = [fmean(losses) for losses in found]
             ax.plot(RATES, means, color=COLORS[row], linewidth=3, label=row)
+            chosen, _ = data.reported(Cell(row, "own"), std, data.machines[0])
+            ax.plot(chosen, means[RATES.index(chosen)], "o", markersize=16, markeredgewidth=3,
+                    markeredgecolor=COLORS[row], markerfacecolor="none")
             for lr, losses in zip(RATES, found):
                 ax.plot([lr] * len(losses), losses, "o", color=COLORS[row], alpha=0.4)
         ax.set(xscale="log", title=f"embedding's std {std:g}", ylim=(1.47, 2.15))
@@ -247,7 +249,8 @@ def publish():
     _, runs = stats.read_json(JSON)
     data = Data(runs)
     parts = parts_of(data)
-    stats.renew(RESULTS / "start-record.md", {"rates": parts.pop("rates")})
+    record = {name: parts.pop(name) for name in ON_RECORD}
+    stats.renew(RESULTS / "start-record.md", record)
     stats.renew(RESULTS / "start.md", parts)
     draw_rates(data, RESULTS / "start-rates.png")
 

@@ -3,7 +3,7 @@ Does the difference of two maps gain on text? And what does it owe to its parts?
 
     python -m lab.text run        # trains what is missing below out/text, for many hours, and
                                   # prints the tables that its runs make
-    python -m lab.text publish    # the tables and figure of text.md and linear.md, from text.json
+    python -m lab.text publish    # the tables of text.md and linear.md, from text.json
 
 The question. The paper's form differs from softmax in four things at once: a second map with a
 minus, half as many heads, an output norm, and a factor behind the norm. Each comparison below
@@ -47,6 +47,7 @@ ROWS = {
     "linear + decay": "--attn=linear_decay",
     "diff_linear + decay": "--attn=diff_linear_decay",
 }
+LINEAR = [row for row in ROWS if "linear" in row]
 
 FEW = range(3, 8)  # the seeds that are reported
 MANY = range(8, 48)
@@ -156,11 +157,6 @@ def compared(runs, comparisons):
             yield row, base, a, b
 
 
-def is_linear(row):
-    """Is it on the page linear.md?"""
-    return row.startswith(("linear", "diff_linear")) or row.endswith("decay")
-
-
 def table_of(runs, comparisons):
     """A line for each comparison. The differences are by Welch's t."""
     table = []
@@ -182,9 +178,9 @@ def how_sure(runs):
 
 
 def lambdas_of(runs):
-    """A line for each row that has lambda: at the end of its runs, in each layer."""
+    """A line for each linear row that has lambda: at the end of its runs, in each layer."""
     table = []
-    for row in [*ROWS, "diff_v2, addresses"]:
+    for row in LINEAR:
         found = [run["lambda"] for run in runs if run["row"] == row
                  and run["purpose"] != "rate" and run.get("lambda")]
         if found:
@@ -197,31 +193,12 @@ def lambdas_of(runs):
 def parts_of(runs):
     """{page: {name of a part: its text}}: what is made of the runs."""
     tables = {place: table_of(runs, comparisons) for place, comparisons in COMPARISONS.items()}
-    lambdas = lambdas_of(runs)
-    tables["text.md", "lambdas"] = [line for line in lambdas if not is_linear(line["row"])]
-    tables["linear.md", "lambdas"] = [line for line in lambdas if is_linear(line["row"])]
+    tables["linear.md", "lambdas"] = lambdas_of(runs)
     parts = {"text.md": {"sure": how_sure(runs)}, "linear.md": {}}
     for (page, name), table in tables.items():
         if table:
             parts[page][name] = stats.markdown(table)
     return parts
-
-
-def draw(runs, path):
-    figure, (ax,) = stats.new_figure(width=9, height=5)
-    shown = list(compared(runs, COMPARISONS["text.md", "answer"]))
-    for height, (row, base, a, b) in enumerate(shown):
-        dots = [loss - statistics.fmean(b) for loss in a]
-        color = stats.COLORS[ROWS[row].split()[0].removeprefix("--attn=")]
-        ax.plot(dots, [height] * len(a), "o", color=color, alpha=0.4)
-        mean, half = stats.difference(a, b)
-        ax.errorbar(mean, height, xerr=half, fmt="|", color="black", markersize=14, capsize=4)
-    ax.axvline(0, color="black", linewidth=1)
-    ax.set_yticks(range(len(shown)), [f"{row} ({len(a)})" for row, _, a, _ in shown])
-    ax.invert_yaxis()  # the first row above
-    ax.grid(axis="y", visible=False)
-    ax.set_xlabel("val loss minus softmax's, nats a byte")
-    figure.savefig(path)
 
 
 def run():
@@ -230,7 +207,6 @@ def run():
     stats.write_json(out / "text.json", dict(flags=FLAGS, rows=ROWS), runs)
     for parts in parts_of(runs).values():
         print("\n\n".join(parts.values()))
-    draw(runs, out / "text.png")
     print(f"-> {out}")
 
 
@@ -238,7 +214,6 @@ def publish():
     _, runs = stats.read_json(stats.RESULTS / "text.json")
     for page, parts in parts_of(runs).items():
         stats.renew(stats.RESULTS / page, parts)
-    draw(runs, stats.RESULTS / "text.png")
 
 
 def main(argv=None):

@@ -1,4 +1,4 @@
-"""The look-up: its texts and its model, and that lab/results/lookup.md says what its data say."""
+"""The look-up: its texts and its model, and that its pages say what its data say."""
 import math
 import re
 from dataclasses import asdict, fields
@@ -122,10 +122,12 @@ def span(numbers, digits=0):
     return f"{min(numbers):.{digits}f} to {max(numbers):.{digits}f}"
 
 
-def test_the_page_says_what_the_data_say():
-    page = (RESULTS / "lookup.md").read_text(encoding="utf-8")
-    for table in lookup.tables_of(RUNS).values():
-        assert re.sub(r"(?<!\w)-(?=\d)", "−", table) in page
+def test_the_pages_say_what_the_data_say():
+    pages = {page: (RESULTS / page).read_text(encoding="utf-8")
+             for page in ("lookup.md", "longer.md", "predictions.md")}
+    for page, tables in lookup.tables_of(RUNS).items():
+        for table in tables.values():
+            assert re.sub(r"(?<!\w)-(?=\d)", "−", table) in pages[page]
     four = sorted(run["own"]["16"][0] for run in of(arm="softmax", heads=4, lr=3e-3))
     said = [
         f"three of five models are right in {span(four[2:])} % beside 16, and two never",
@@ -144,7 +146,7 @@ def test_the_page_says_what_the_data_say():
         wrong = sum(100 - right for right in lengths("own", "+1024", "diff", tau))
         shares_of_crowd.append(100 * sum(lengths("own", "+1024", "diff", tau, kind=1)) / wrong)
     said.append("At the cap 2 {:.0f} % of them do, and at 1.5 {:.0f} %".format(*shares_of_crowd))
-    text = " ".join(page.split())
+    text = " ".join(" ".join(pages.values()).split())
     assert [sentence for sentence in said if sentence not in text] == []
     assert four[:2] == [0, 0] and max(lengths("own", "+1024", "diff", 2.5, kind=1)) < 0.05
     assert [ahead("+256", "own", tau)[:3] for tau in (1.5, 3.5)] == ["+77", "+14"]
