@@ -192,9 +192,6 @@ class TwoGates(Gate):
         self.q_proj = nn.Linear(config.n_embd, 2 * config.n_embd, bias=False)
         self.gate_proj = nn.Linear(config.n_embd, 2 * self.h, bias=False)  # for each map and token
 
-    def lam(self, x):  # what stands before A_2, with the sign of a minus
-        return -self.gate(x)[:, 1::2]
-
     def make_map(self, q, k, x, rope):
         A = super().make_map(q, k, x, rope)  # (B, 2h, T, T)
         return A[:, 0::2] + A[:, 1::2]

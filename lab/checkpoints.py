@@ -1,4 +1,4 @@
-"""Checkpoints of train.py and of lab/hf.py, and their tokenizers. What fails is one sentence."""
+"""Checkpoints of train.py and of lab/hf.py, and their tokenizers."""
 from data import get_tokenizer
 from lab import arms
 from model import GPT
@@ -6,27 +6,27 @@ from sample import find_checkpoint
 
 
 def load_checkpoint(path, device="cpu"):
-    """(file, the GPT in it) of a file, a run's folder, or None: the newest below out/."""
+    """(file, the GPT in it) of a file, a run's folder, or None: the newest below out/.
+
+    OSError or ValueError if there is none, or if it is damaged.
+    """
     arms.register()
-    try:
-        file = find_checkpoint(path)
-        return file, GPT.load(file, device)
-    except (OSError, ValueError) as e:
-        raise SystemExit(str(e)) from None
+    file = find_checkpoint(path)
+    return file, GPT.load(file, device)
 
 
 def load_tokenizer(file, model):
-    """The tokenizer of a checkpoint: one of data.py, or one of transformers, kept beside it."""
+    """The tokenizer of a checkpoint: one of data.py, or one of transformers, kept beside it.
+
+    OSError or ValueError if there is none, or if it is damaged.
+    """
     if "tokenizer" in model.extra:
-        try:
-            return get_tokenizer(model.extra["tokenizer"])
-        except (OSError, ValueError) as e:
-            raise SystemExit(str(e)) from None
+        return get_tokenizer(model.extra["tokenizer"])
     if not (file.parent / "tokenizer.json").exists():
-        raise SystemExit(f"{file} does not name its tokenizer, and none lies beside it")
+        raise ValueError(f"{file} does not name its tokenizer, and none lies beside it")
     try:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(file.parent)
     except Exception as e:  # a file can be damaged in many ways
-        raise SystemExit(f"the tokenizer of {file} can't be read: {e!r:.300}") from e
+        raise ValueError(f"the tokenizer of {file} can't be read: {e!r:.300}") from e

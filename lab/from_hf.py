@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from lab.to_hf import ARMS, SETTINGS, their_name, their_rows
+from lab.to_hf import OUR_ARMS, THEIR_NAMES, their_name, their_rows
 from model import GPT, NORM_EPS, GPTConfig, ModelError
 
 
@@ -35,7 +35,7 @@ def find_source(source):
 def open_folder(folder):
     """(model, tokenizer), as transformers reads them."""
     kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
-    if kind not in ARMS:
+    if kind not in OUR_ARMS:
         refuse(f"its architecture is {kind}")
     return open_both(folder)
 
@@ -109,12 +109,12 @@ def make_gpt(theirs):
     C = about.hidden_size
     d = width_of_heads(about)
     config = GPTConfig(
-        **{ours: getattr(about, theirs) for ours, theirs in SETTINGS.items()},
-        attn=ARMS[about.model_type],
+        **{ours: getattr(about, name) for ours, name in THEIR_NAMES.items()},
+        attn=OUR_ARMS[about.model_type],
         mlp_width=about.intermediate_size,
         rope_theta=about.rope_parameters["rope_theta"],
     )
-    model = GPT(config)
+    model = GPT(config, seed=None)  # its weights are theirs
     weights = theirs.state_dict()
     del weights["lm_head.weight"]  # which is the embedding
     for name, ours in model.state_dict().items():  # writing into these changes the model

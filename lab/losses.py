@@ -11,18 +11,20 @@ of its row: the runs that are left may be the better ones.
 import json
 import math
 import os
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
 from lab import stats
 from model import ATTENTION
+from train import MAY_CHANGE, Config
 
-# what makes two runs two rows. The others, like the device, say how a run was made
-SETTINGS = ("attn", "n_layer", "n_head", "n_embd", "block_size", "mlp_width", "rope_theta",
-            "subln", "lr", "warmup", "weight_decay", "grad_clip", "dtype")
 # what all runs must share, or their losses can't be compared
 SHARED = ("vocab_size", "train_tokens", "val_tokens", "data_hash", "eval_tokens", "steps",
           "total_batch")
+# what makes two runs two rows: all other settings, but for those that say how a run was made
+TELL_APART = tuple(field.name for field in fields(Config)
+                   if field.name not in (*MAY_CHANGE, *SHARED, "seed"))
 
 
 def read_run(log):
@@ -53,7 +55,7 @@ def gather(folder):
             continue
         try:
             run = read_run(Path(here) / "log.jsonl")
-            runs = rows.setdefault(tuple(run[name] for name in SETTINGS), {})
+            runs = rows.setdefault(tuple(run[name] for name in TELL_APART), {})
             same = (run["seed"], *(run.get(name) for name in SHARED))
             if same in runs:
                 other = runs[same]["path"]
@@ -69,7 +71,7 @@ def gather(folder):
 def describe(key, keys):
     """{"attn": the arm, and each setting of a row that is not the same in all rows `keys`}"""
     shown = {}
-    for name, value, values in zip(SETTINGS, key, zip(*keys)):
+    for name, value, values in zip(TELL_APART, key, zip(*keys)):
         if name == "attn" or len(set(values)) > 1:
             shown[name] = f"{value:g}" if isinstance(value, float) else value
     return shown

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from check_arm import lambda_of
+from data import one_sentence
 from lab.checkpoints import load_checkpoint, load_tokenizer
 from lab.stats import new_figure, parser
 from model import make_rope
@@ -75,18 +76,25 @@ def readable(token):
     return token.replace(" ", "␣").replace("\n", "↵").replace("$", r"\$")
 
 
+def read_checkpoint(path, text):
+    """(model, tokenizer, tokens of the text). OSError or ValueError if something is wrong."""
+    file, model = load_checkpoint(path)
+    tokenizer = load_tokenizer(file, model)
+    encode = getattr(tokenizer, "encode_ordinary", tokenizer.encode)  # transformers has the latter
+    tokens = encode(text)
+    if not 2 <= len(tokens) <= LONGEST:
+        raise ValueError(f"--text has {len(tokens)} tokens. A map of 2 to {LONGEST} can be read")
+    return model, tokenizer, tokens
+
+
 def main(argv=None):
     p = parser("lab.maps", __doc__)
     p.add_argument("--ckpt", type=Path, help="file, or folder of a run (the newest below out/)")
     p.add_argument("--text", default="to be or not to be", help="what the model reads")
     p.add_argument("--out", type=Path, default=Path("out/maps"), help="folder (out/maps)")
     args = p.parse_args(argv)
-    file, model = load_checkpoint(args.ckpt)
-    tokenizer = load_tokenizer(file, model)
-    encode = getattr(tokenizer, "encode_ordinary", tokenizer.encode)  # transformers has the latter
-    tokens = encode(args.text)
-    if not 2 <= len(tokens) <= LONGEST:
-        raise SystemExit(f"--text has {len(tokens)} tokens. A map of 2 to {LONGEST} can be read")
+    with one_sentence("lab.maps", ValueError):
+        model, tokenizer, tokens = read_checkpoint(args.ckpt, args.text)
     maps = attention_maps(model, torch.tensor([tokens]))
     args.out.mkdir(parents=True, exist_ok=True)
     draw(maps, [tokenizer.decode([token]) for token in tokens]).savefig(args.out / "maps.png")

@@ -1,6 +1,7 @@
 """
 The minus in diff_v2: what lab/results/minus.md says of it.
 
+    python -m lab.minus tables                 # prints the tables of the runs below out/toys
     python -m lab.minus publish                # the page's tables, from the published data
     python -m lab.minus measure out/matches    # where the lead lies in these runs of yours:
 
@@ -13,7 +14,7 @@ The minus in diff_v2: what lab/results/minus.md says of it.
     done
 
 The first table compares the sign and its controls, and the second says what diff_v2's lead is worth
-in steps. Both are from the runs of lab/start.py. The third asks where the lead lies: where an
+in steps. Both are from runs of lab/train_toys.py. The third asks where the lead lies: where an
 earlier match misleads, or anywhere. A byte of the val text is predicted from those before it in its
 block. Its match is the longest run of bytes just before it that also stands earlier in the block.
 The byte that followed there is what the match predicts.
@@ -32,29 +33,32 @@ import torch
 import torch.nn.functional as F
 
 from data import load_manual, load_sequences
-from lab import text
-from lab.start import USUAL_STD, Cell
-from lab.start_page import Data, words
+from lab.start import START_JSON, words
 from lab.stats import RESULTS, difference, markdown, parser, plus_minus, read_json, renew
+from lab.text import losses_of
+from lab.toys import USUAL_STD, Cell, Data, read_runs
+from lab.train_toys import FEW, FORTY
 from model import GPT
 
-SIGNS = [
+SIGN = [
     ("diff_v2", "softmax"), ("diff_v2 with a plus", "softmax"), ("diff_v2", "diff_v2 with a plus"),
     ("diff_v2", "diff_v2 with a smaller plus"),
 ]
-OTHERS = [("two gated maps", "softmax"), ("diff_v2", "two gated maps")]
-JSON = RESULTS / "matches.json"
+OTHER_WAYS = [("two gated maps", "softmax"), ("diff_v2", "two gated maps")]
+MATCHES_JSON = RESULTS / "matches.json"
 LEAD_STEPS = (500, 2000, 8000)
 PAIRS = {"diff_v2": ("diff_v2", "softmax"), "longer": ("longer/softmax", "softmax")}
-TITLES = {"diff_v2": "of the lead of `diff_v2`, %", "longer": "of that of a longer softmax, %"}
+COLUMNS = {"diff_v2": "of the lead of `diff_v2`, %", "longer": "of that of a longer softmax, %"}
 T = 256  # bytes of a block, as train.py evaluates them
 
 
-def table_of(data, contrasts):
+def differences(data, contrasts):
     """Differences of rows with a tied output layer, each at its own rate."""
     table = []
     for rows in contrasts:
-        a, b = data.pair(*(Cell(row, "tied") for row in rows), USUAL_STD)
+        a, b = data.pair(*(Cell(row, "tied") for row in rows), USUAL_STD, seeds=FORTY)
+        if not a:
+            continue
         table.append({"difference": words(rows), "val loss": plus_minus(*difference(a, b)),
                       "n": min(len(a), len(b))})
     return table
@@ -62,12 +66,12 @@ def table_of(data, contrasts):
 
 def table_of_others(data):
     """Other ways to weigh two maps, and a minus and a plus whose rows are divided by their sum."""
-    _, runs = read_json(RESULTS / "text.json")  # the runs of lab/text.py
-    minus = text.losses_of(runs, "diff_v2, rows sum to 1", text.FEW)
-    plus = text.losses_of(runs, "a plus, rows sum to 1", text.FEW)
+    _, runs = read_json(RESULTS / "text.json")
+    minus = losses_of(runs, "diff_v2, rows sum to 1", FEW)
+    plus = losses_of(runs, "a plus, rows sum to 1", FEW)
     line = {"difference": "diff_v2 − diff_v2 with a plus, if the rows of both sum to 1",
             "val loss": plus_minus(*difference(minus, plus)), "n": len(minus)}
-    return [*table_of(data, OTHERS), line]
+    return [*differences(data, OTHER_WAYS), line]
 
 
 def steps_with_loss(losses, loss):
@@ -83,13 +87,15 @@ def steps_with_loss(losses, loss):
 
 def table_of_lead(data):
     """What diff_v2's lead is worth: the further steps with which softmax would have its loss."""
-    found = {}
+    pairs = {}  # {steps: losses of diff_v2, losses of softmax}
     for steps in LEAD_STEPS:
         cells = [Cell(row, "tied", "stdlib", steps) for row in ("diff_v2", "softmax")]
-        found[steps] = data.pair(*cells, USUAL_STD)
-    losses = {steps: fmean(softmax) for steps, (_, softmax) in found.items()}
+        pairs[steps] = data.pair(*cells, USUAL_STD)
+    if not all(a for a, _ in pairs.values()):
+        return []
+    losses = {steps: fmean(softmax) for steps, (_, softmax) in pairs.items()}
     table = []
-    for steps, pair in found.items():
+    for steps, pair in pairs.items():
         mean, half = difference(*pair)
         more = [100 * (steps_with_loss(losses, losses[steps] + lead) / steps - 1)
                 for lead in (mean, mean + half, mean - half)]
@@ -102,13 +108,13 @@ def table_of_lead(data):
 
 
 @torch.no_grad()
-def losses_of(model, sequences):
+def byte_losses(model, sequences):
     """The loss of each target in nats, (blocks, T)."""
-    found = []
+    losses = []
     for tokens in sequences.split(16):
         logits, _ = model(tokens[:, :-1], tokens[:, 1:])
-        found.append(F.cross_entropy(logits.mT, tokens[:, 1:], reduction="none"))
-    return torch.cat(found).numpy()
+        losses.append(F.cross_entropy(logits.mT, tokens[:, 1:], reduction="none"))
+    return torch.cat(losses).numpy()
 
 
 def match_of(tokens, i):
@@ -158,8 +164,8 @@ def measure(folder):
     leads = {name: [] for name in PAIRS}
     for path in paths:
         for name, (run, base) in PAIRS.items():
-            losses = losses_of(GPT.load(path / run / "ckpt.pt"), sequences)
-            base_losses = losses_of(GPT.load(path / base / "ckpt.pt"), sequences)
+            losses = byte_losses(GPT.load(path / run / "ckpt.pt"), sequences)
+            base_losses = byte_losses(GPT.load(path / base / "ckpt.pt"), sequences)
             less = losses - base_losses  # negative: it is ahead of softmax
             leads[name].append((less * masks).sum(2).round(4).tolist())  # (classes, blocks)
             print(f"{path.name}: {name} - softmax {less.mean():+.4f}", flush=True)
@@ -173,7 +179,7 @@ def shares_of(leads, resamples=4000):
     """
     seeds, _, blocks = leads.shape
     random = np.random.default_rng(0)
-    found = []
+    resampled = []
     for number in range(resamples + 1):
         of_seeds = np.arange(seeds)
         of_blocks = np.arange(blocks)
@@ -181,45 +187,57 @@ def shares_of(leads, resamples=4000):
             of_seeds = random.integers(seeds, size=seeds)
             of_blocks = random.integers(blocks, size=blocks)
         lead = leads[of_seeds][:, :, of_blocks].sum(2).mean(0)  # (classes,)
-        found.append(lead / lead.sum())
-    least, most = np.percentile(found[1:], [2.5, 97.5], axis=0)
-    return list(zip(found[0], least, most))
+        resampled.append(lead / lead.sum())
+    least, most = np.percentile(resampled[1:], [2.5, 97.5], axis=0)
+    return list(zip(resampled[0], least, most))
 
 
-def table_of_matches(found, resamples=4000):
+def table_of_matches(matches, resamples=4000):
     """A line for each class: its share of the bytes, and of the leads on softmax."""
-    counts = np.array(found["counts"]).sum(1)  # of each class
+    counts = np.array(matches["counts"]).sum(1)  # of each class
     table = []
-    for name, share in zip(found["names"], counts / counts.sum()):
+    for name, share in zip(matches["names"], counts / counts.sum()):
         table.append({"longest earlier match": name, "of all bytes, %": f"{100 * share:.1f}"})
-    for which, title in TITLES.items():
-        shares = shares_of(np.array(found["leads"][which]), resamples)
+    for which, title in COLUMNS.items():
+        shares = shares_of(np.array(matches["leads"][which]), resamples)
         for line, share in zip(table, shares):
             percent, least, most = (f"{100 * x:.0f}" for x in share)
             line[title] = f"{percent} ({least} to {most})"
     return table
 
 
+def print_tables():
+    data = Data(read_runs())
+    for table in differences(data, SIGN + OTHER_WAYS), table_of_lead(data):
+        if table:
+            print(f"{markdown(table)}\n")
+
+
 def publish():
-    data = Data(read_json(RESULTS / "start.json")[1])
-    found = json.loads(JSON.read_text())
-    tables = {"sign": table_of(data, SIGNS), "others": table_of_others(data),
-              "lead": table_of_lead(data), "matches": table_of_matches(found)}
+    data = Data(read_json(START_JSON)[1])
+    matches = json.loads(MATCHES_JSON.read_text())
+    tables = {"sign": differences(data, SIGN), "others": table_of_others(data),
+              "lead": table_of_lead(data), "matches": table_of_matches(matches)}
     renew(RESULTS / "minus.md", {name: markdown(table) for name, table in tables.items()})
+
+
+def write_matches(folder):
+    matches = measure(folder)
+    (folder / "matches.json").write_text(json.dumps(matches))
+    print(markdown(table_of_matches(matches)))
 
 
 def main(argv=None):
     p = parser("lab.minus", __doc__)
     verbs = p.add_subparsers(dest="verb", required=True)
+    verbs.add_parser("tables")
     verbs.add_parser("publish")
     verbs.add_parser("measure").add_argument("folder", type=Path)
     args = p.parse_args(argv)
-    if args.verb == "publish":
-        publish()
-        return
-    found = measure(args.folder)
-    (args.folder / "matches.json").write_text(json.dumps(found))
-    print(markdown(table_of_matches(found)))
+    if args.verb == "measure":
+        write_matches(args.folder)
+    else:
+        {"tables": print_tables, "publish": publish}[args.verb]()
 
 
 if __name__ == "__main__":

@@ -56,10 +56,9 @@ def logits_of(reader):
         x = reader.blocks[0].norm1(reader.tokens(texts))
         q, k, _ = layer.project(x)
         maps = softmax_map(q, k, make_rope(reader.config, x.shape[1], x.device, x.dtype))
-        row = maps[:, :, -QUERIES, : 1 - QUERIES].log()  # the first query sees no other one
+        row = maps[:, :, -QUERIES, : 64 + 1].log()  # the first query sees 64 pairs and itself
         row = row[..., :-1] - row[..., -1:]
-        place = texts.rank.argsort(-1).argsort(-1)  # where each pair stands
-        found[name] = row.gather(-1, place[:, None].expand(-1, row.shape[1], -1))
+        found[name] = row.gather(-1, texts.place()[:, None].expand(-1, row.shape[1], -1))
     found["crowd"] = found["crowd"][..., :RIGHT]
     lists = []
     for plain, crowd in zip(found["plain"].unbind(1), found["crowd"].unbind(1)):
@@ -109,8 +108,7 @@ def collect(steps, B):
     """All numbers of the page. B: how many texts the shares are of."""
     texts = first_texts(0, EXAMPLES)
     data = dict(steps=steps, look_ups=B * QUERIES, texts=[], models={})
-    for key, value, rank in zip(*texts):
-        order = rank.argsort()  # which pair stands at each place
+    for key, value, order in zip(texts.key, texts.value, texts.order()):
         data["texts"].append(dict(key=key.tolist(), value=value.tolist(), order=order.tolist()))
     for cap, tau in CAPS.items():
         readers = shown_models(tau, steps)

@@ -30,7 +30,7 @@ QUERIES = 8
 RIGHT = 64 - QUERIES  # the pair that the first query asks for. A crowd is in those before it
 STEPS = 1500
 SIZES = (0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48)  # of the crowds of a test
-LONGER = (256, 1024)  # pairs that are added in a test of longer texts
+MORE_PAIRS = (256, 1024)  # pairs that are added in a test of longer texts
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,14 @@ class Texts(NamedTuple):
     def answer(self):
         """(B, QUERIES)"""
         return self.value[:, -QUERIES:]
+
+    def order(self):
+        """Which pair stands at each place of the text, (B, N)."""
+        return self.rank.argsort(-1)
+
+    def place(self):
+        """At which place each pair stands, (B, N)."""
+        return self.order().argsort(-1)
 
 
 def make_texts(seed, B, N=64, m=0, more=0, crowds=1, keys=256, values=128):
@@ -138,7 +146,7 @@ class Reader(GPT):
 
     def tokens(self, texts):
         """The embedded texts, (B, T, C): a token for each pair, and one for each query."""
-        order = texts.rank.argsort(-1)  # which pair stands at each place
+        order = texts.order()
         key = torch.cat((texts.key.gather(1, order), texts.key[:, -QUERIES:]), dim=1)
         value = F.pad(texts.value.gather(1, order), (0, QUERIES), value=self.run.values)  # the mark
         return self.wte(key) + self.wte(self.run.keys + value)  # rows behind those of the keys
@@ -157,8 +165,7 @@ class Reader(GPT):
     def weights(self, texts):
         """What a query takes from each pair, (B, h, QUERIES, N), in the order of drawing."""
         A = self.blocks[0].attn.map(self.blocks[0].norm1(self.tokens(texts)))[:, :, -QUERIES:]
-        place = texts.rank.argsort(-1).argsort(-1)  # where each pair stands
-        return A.gather(-1, place[:, None, None].expand(*A.shape[:3], -1))
+        return A.gather(-1, texts.place()[:, None, None].expand(*A.shape[:3], -1))
 
     @torch.no_grad()
     def own_lambda(self):
@@ -207,7 +214,7 @@ def measure(reader):
     """
     sizes = dict(keys=reader.run.keys, values=reader.run.values)
     tests = {str(m): (make_texts(10**6 + m, 512, m=m, **sizes), m) for m in SIZES}
-    for more in LONGER:
+    for more in MORE_PAIRS:
         for name, crowds in ("", 1), (" in 16 crowds", 16):
             texts = make_texts(2 * 10**6 + more, 256, more=more, crowds=crowds, **sizes)
             tests[f"+{more}{name}"] = (texts, more)

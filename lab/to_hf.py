@@ -17,10 +17,10 @@ from data import EOT
 from lab.checkpoints import load_checkpoint, load_tokenizer
 from model import ATTENTION, NORM_EPS, ModelError
 
-ARMS = {"llama": "softmax", "diffllama": "diff"}  # by the model_type of transformers
+OUR_ARMS = {"llama": "softmax", "diffllama": "diff"}  # by the model_type of transformers
 
 # settings: their names in model.py and in transformers
-SETTINGS = {
+THEIR_NAMES = {
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
     "n_embd": "hidden_size",
@@ -101,7 +101,7 @@ def make_llama(model, ids):
                          "DiffLlama, both with a rotation: this one goes without --as_llama")
     family = "DiffLlama" if config.attn == "diff" else "Llama"
     their_config = getattr(transformers, f"{family}Config")(
-        **{theirs: getattr(config, ours) for ours, theirs in SETTINGS.items()},
+        **{theirs: getattr(config, ours) for ours, theirs in THEIR_NAMES.items()},
         intermediate_size=model.blocks[0].mlp.gate_proj.out_features,
         rms_norm_eps=NORM_EPS,
         rope_parameters=dict(rope_type="default", rope_theta=config.rope_theta),

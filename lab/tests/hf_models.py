@@ -70,7 +70,7 @@ def save_gguf(eps=1e-5, scaling=False, without=None):
         "blk.0.attn_q": (32, 32), "blk.0.attn_k": (16, 32), "blk.0.attn_v": (16, 32),
         "blk.0.attn_output": (32, 32),
         "blk.0.ffn_gate": (64, 32), "blk.0.ffn_up": (64, 32), "blk.0.ffn_down": (32, 64),
-    }  # fmt: skip
+    }
     torch.manual_seed(0)
     for name, shape in shapes.items():
         if name != without:

@@ -74,7 +74,7 @@ def damage_weights(change):
     ("Llama", dict(attention_bias=True), "it has a model.layers.0.self_attn.k_proj.bias"),
     ("DiffLlama", dict(tie_word_embeddings=False), "output layer is not its embedding"),
     ("Mistral", {}, "architecture is mistral"),
-])  # fmt: skip
+])
 def test_what_model_py_cannot_be_is_refused(kind, changes, reason):
     save_theirs(kind, **changes)
     said = refusal("from", "theirs", "out")
@@ -104,7 +104,7 @@ def test_a_damaged_folder_is_one_sentence(name, part):
     (lambda: damage_config(model_type=7), "architecture is 7"),
     (lambda: damage_weights(lambda w: w.pop("model.norm.weight")), "missing or unexpected weights"),
     (lambda: damage_weights(lambda w: w["model.norm.weight"].fill_(torch.nan)), "not finite"),
-])  # fmt: skip
+])
 def test_contradictions_are_one_sentence(damage, reason):
     save_theirs()
     damage()
@@ -120,7 +120,7 @@ def test_a_tokenizer_of_another_model_is_refused():
     (dict(eps=1e-6), "eps of its norms is 1e-06"),
     (dict(scaling=True), "scaled"),
     (dict(without="blk.0.ffn_up"), "missing or unexpected weights"),
-])  # fmt: skip
+])
 def test_a_gguf_file_that_model_py_cannot_be_is_refused(changes, reason):
     save_gguf(**changes)
     assert reason in refusal("from", "theirs.gguf", "out")

@@ -1,4 +1,4 @@
-"""The notebook runs from its first cell to its last, in a small setting, with and without answers."""
+"""The notebook runs from its first cell to its last, small, with and without its answers."""
 import re
 from pathlib import Path
 

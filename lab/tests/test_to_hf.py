@@ -105,7 +105,7 @@ def test_what_cannot_go_to_transformers_is_refused():
 @pytest.mark.parametrize("attn, settings", [
     ("linear", {}), ("softmax", dict(subln=1.0)), ("diff", dict(subln=0.0)),
     ("diff", dict(rope_theta=0.0)),
-])  # fmt: skip
+])
 def test_what_is_no_llama_is_refused(attn, settings):
     save_ours(attn, **settings)
     assert "goes without --as_llama" in refusal("to", "ckpt.pt", "folder", "--as_llama")

@@ -1,0 +1,143 @@
+"""The toys: trained at once or alone they are the same, and their plan is what was published."""
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from lab import stats, toys, train_toys
+from lab.toys import ROWS, USUAL_STD, Cell, Data, Runs
+from model import GPT
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """All cells have 1 small layer, and 8 steps."""
+    size = dict(n_layer=1, n_embd=32, block_size=32, total_batch=128, batch_size=4)
+    monkeypatch.setitem(train.PRESETS, "toy", replace(train.PRESETS["toy"], **size))
+    usual = Cell.config
+    monkeypatch.setattr(Cell, "config", lambda cell: replace(
+        usual(cell), steps=8, warmup=2, eval_tokens=512))
+    toys.OUT.mkdir(parents=True)
+
+
+@pytest.mark.parametrize("row, head", [
+    ("softmax with a norm", "own"), ("diff", "tied"), ("softmax minus the average", "tied"),
+    ("two gated maps", "own"),
+])
+def test_toys_that_are_trained_at_once_end_as_if_alone(row, head, tiny):
+    cell = Cell(row, head)
+    std = 1.0 if head == "own" else USUAL_STD
+    wanted = [(std, 2e-3, 1), (std, 8e-3, 2), (std, 8e-3, 1)]
+    alone = Runs(cell, "cpu", at_once=1)
+    alone.make("rate", wanted)
+    losses = list(alone.losses.values())
+    assert len({round(loss, 3) for loss in losses}) == 3
+    at_once = Runs(cell, "cpu", at_once=4).train_group(wanted)  # and a copy of the last one
+    assert at_once == pytest.approx(losses, abs=2e-5)
+
+
+def test_an_output_layer_of_its_own_begins_as_the_embedding_does():
+    cell = Cell("diff", "own")
+    usual, large = cell.model(USUAL_STD, seed=5), cell.model(1.0, seed=5)
+    tied = GPT(cell.config(), 5)
+    for name, p in tied.state_dict().items():
+        assert torch.equal(usual.state_dict()[name], p)
+    stds = [w.std().item() for w in (usual.wte.weight, usual.head_proj.weight, large.wte.weight)]
+    assert stds == pytest.approx([0.051, 0.051, 1.0], rel=0.02)
+    assert torch.equal(large.head_proj.weight, usual.head_proj.weight)
+    idx = torch.arange(20)[None]
+    with torch.no_grad():
+        usual.head_proj.weight.copy_(usual.wte.weight)
+    for found, expected in zip(usual(idx, idx), tied(idx, idx)):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_all_rows_are_equally_large(row):
+    sizes = [sum(p.numel() for p in Cell(name, "own").model(USUAL_STD, 1).parameters())
+             for name in (row, "softmax")]
+    limit = 0.1 if row == "softmax with diff_v2's MLP" else 0.002
+    assert sizes[0] == pytest.approx(sizes[1], rel=limit)
+
+
+def test_a_rate_is_chosen_inside_of_the_grid_and_no_run_is_made_twice(tiny, monkeypatch):
+    made = []
+
+    def loss(cell, std, rate, seed):
+        made.append((std, rate, seed))
+        return abs(np.log2(rate / 1.6e-2)) + seed / 10
+
+    monkeypatch.setattr(toys, "train_one", loss)
+    assert Runs(Cell("diff", "own"), "cpu", 1).best_rate(1.0) == pytest.approx(1.6e-2)
+    assert max(rate for _, rate, _ in made) == pytest.approx(3.2e-2)  # one more
+    assert len(made) == len(set(made)) == 14
+    assert Runs(Cell("diff", "own"), "cpu", 1).best_rate(1.0) == pytest.approx(1.6e-2)
+    assert len(made) == 14  # they are in the file
+
+
+def test_a_diverged_run_is_inf(tiny):
+    runs = Runs(Cell("softmax", "tied"), "cpu", at_once=1)
+    runs.make("rate", [(USUAL_STD, 1e30, 1), (USUAL_STD, 1e-3, 1)])
+    assert runs.losses[USUAL_STD, 1e30, 1] == np.inf and runs.losses[USUAL_STD, 1e-3, 1] < 6
+    line = json.loads(runs.file.read_text().splitlines()[0])
+    assert line["val_loss"] == np.inf and line["purpose"] == "rate"
+    assert line["at"] == "CPU" and line["commit"] == toys.commit()
+
+
+def test_two_cells_are_compared_on_one_machine():
+    def run(row, at, seed, purpose="reported"):
+        return vars(Cell(row, "own")) | dict(std=1.0, lr=1e-3, seed=seed, at=at, purpose=purpose,
+                                             val_loss=seed + 0.5 * (at == "CPU"))
+
+    runs = [run("diff", "H200", 1, "rate"), *(run("diff", "H200", seed) for seed in (3, 4, 9))]
+    runs += [run("diff", "CPU", seed) for seed in (3, 4)]
+    runs += [run("softmax", "CPU", 1, "rate"), run("softmax", "CPU", 3)]
+    cells = Cell("diff", "own"), Cell("softmax", "own")
+    assert list(Data(runs).pair(*cells, 1.0)) == [[3.5, 4.5], [3.5]]
+    runs += [run("softmax", "H200", 3)]
+    assert list(Data(runs).pair(*cells, 1.0)) == [[3, 4, 9], [3]]
+    assert list(Data(runs).pair(*cells, 1.0, lr=1e-3, seeds=(1, 3))) == [[1, 3], [3]]
+    assert list(Data(runs).pair(*cells, USUAL_STD)) == [[], []]
+
+
+# ---- the plan
+
+def test_a_piece_that_is_not_there_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        train_toys.main(["--pieces=start: cosine"])
+    assert "there is no piece 'start: cosine'" in capsys.readouterr().err
+
+
+def test_the_planned_runs_are_the_published_ones(monkeypatch):
+    """With the published losses in place of training the same rates are chosen."""
+    published, reported = {}, set()
+    for name in ("text.json", "start.json"):
+        for run in stats.read_json(stats.RESULTS / name)[1]:
+            if run["row"] not in ROWS or run["purpose"] in ("again", "lambda"):
+                continue
+            run = vars(Cell(run["row"], "tied")) | dict(std=USUAL_STD) | run  # text.json has less
+            key = toys.cell_of(run), run["std"], run["lr"], run["seed"]
+            published[key] = run["val_loss"]
+            if run["purpose"] == "reported":
+                reported.add(key)
+    planned = set()
+
+    def look_up(*run):
+        planned.add(run)
+        return published.get(run, math.inf)
+
+    monkeypatch.setattr(toys, "train_one", look_up)
+    train_toys.main(["--device=cpu"])
+    unplanned = Counter((cell.row, lr) for cell, _, lr, _ in reported - planned)
+    assert unplanned == {("diff_v2", 2e-3): 40}  # of text.json. Those of start.json have 4e-3
+    missing = Counter((cell.row, std) for cell, std, _, _ in planned - published.keys())
+    at_1e_3 = ("softmax", "softmax + decay", "linear + decay", "linear, one head of span 4")
+    assert missing == {("diff without its second map", 0.2): 12,  # rates and seeds
+                       **{(row, USUAL_STD): 2 for row in at_1e_3}}

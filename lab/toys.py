@@ -1,0 +1,287 @@
+"""
+The toys: small models that are trained many at a time, and their runs.
+
+A toy is train.py's preset of that name, or somewhat larger. A Cell is what all runs of one group
+share: the arm, the text, the steps. Its runs differ in the rate, the seed, and how large the
+embedding starts. lab/train_toys.py says which runs there are, and lab/start.py, lab/text.py and
+lab/minus.py make pages of them.
+"""
+import json
+import math
+import subprocess
+import sysconfig
+from collections import Counter
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import train
+from data import byte_tokens, load_manual
+from lab import arms
+from lab.many import Together
+from model import GPT, make_rope
+
+arms.register()
+OUT = Path("out/toys")
+ROWS = {  # what an arm is called on the pages, and its settings
+    "softmax": dict(attn="softmax"),
+    "softmax with a norm": dict(attn="softmax", subln=1.0),
+    "softmax with a norm and the factor 0.2": dict(attn="softmax_factor_small"),
+    "softmax with half the heads": dict(attn="softmax", n_head=2),
+    "softmax with half the heads and a norm": dict(attn="softmax", n_head=2, subln=1.0),
+    "softmax with half the heads and a norm from 0.2": dict(attn="softmax", n_head=2, subln=0.2),
+    "softmax with diff_v2's MLP": dict(attn="softmax", mlp_width=292),
+    "softmax minus the average": dict(attn="softmax_average"),
+    "softmax with a norm, minus the average": dict(attn="softmax_average", subln=1.0),
+    "gate": dict(attn="gate"),
+    "diff": dict(attn="diff"),
+    "diff without its second map": dict(attn="softmax_factor", n_head=2),
+    "diff without its norm": dict(attn="diff", subln=0.0),
+    "diff, norm from 0.2": dict(attn="diff", subln=0.2),
+    "diff with λ_init 0.8": dict(attn="diff_constant"),
+    "diff with λ_init 0.8, without its second map": dict(attn="softmax_factor_small", n_head=2),
+    "diff_v2": dict(attn="diff_v2"),
+    "diff_v2 with a plus": dict(attn="diff_v2_free_plus"),
+    "diff_v2 with a smaller plus": dict(attn="diff_v2_smaller_plus"),
+    "diff_v2, rows sum to 1": dict(attn="diff_v2_minus"),
+    "a plus, rows sum to 1": dict(attn="diff_v2_plus"),
+    "two gated maps": dict(attn="two_gates"),
+    "linear": dict(attn="linear"),
+    "linear with half the heads and a norm": dict(attn="linear", n_head=2, subln=1.0),
+    "linear minus the average": dict(attn="linear_average"),
+    "linear, one head of span 4": dict(attn="linear_one_short_head"),
+    "diff_linear": dict(attn="diff_linear"),
+    "softmax + decay": dict(attn="softmax_decay"),
+    "linear + decay": dict(attn="linear_decay"),
+    "diff_linear + decay": dict(attn="diff_linear_decay"),
+}
+USUAL_STD = 0.05  # of the embedding, as a GPT draws it: 0.051 with 128 channels, 0.042 with 192
+RATES = tuple(5e-4 * 2**i for i in range(6))  # 5e-4 to 1.6e-2
+CHOOSE_ON = (1, 2)  # seeds on which rates are chosen
+
+
+# ---- the models and what they read
+
+class Untied(GPT):
+    """A GPT whose output layer has weights of its own. std: the embedding's, at the start."""
+
+    def __init__(self, config, std, seed):
+        super().__init__(config, seed=None)
+        rows, C = self.wte.weight.shape
+        self.head_proj = nn.Linear(C, rows, bias=False)
+        self.draw_parameters(seed)  # the output layer as the embedding
+        if std != USUAL_STD:
+            self.wte.weight.data *= std * math.sqrt(3 * C)
+
+    def forward(self, idx, targets):
+        x = self.wte(idx)
+        rope = make_rope(self.config, x.shape[1], x.device, x.dtype)
+        for block in self.blocks:
+            x = block(x, rope, {})
+        logits = self.head_proj(self.norm(x))[..., : self.config.vocab_size]
+        return logits.detach(), F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What all runs of one group share. The start of the embedding may differ among them."""
+
+    row: str
+    head: str  # "own": the output layer has weights of its own. "tied": those of the embedding
+    text: str = "manual"
+    steps: int = 500
+    size: str = "0.8 M"
+
+    def config(self):
+        larger = dict(n_layer=6, n_head=6, n_embd=192) if self.size == "2.7 M" else {}
+        tokens = 65_536 if self.text == "manual" else 262_144
+        return replace(train.PRESETS["toy"], vocab_size=257, kernel="sdpa", dtype="float32",
+                       eval_tokens=tokens, steps=self.steps, warmup=self.steps // 10,
+                       **larger | ROWS[self.row])
+
+    def model(self, std, seed, **settings):
+        config = replace(self.config(), **settings)
+        if self.head == "own":
+            return Untied(config, std, seed)
+        if std != USUAL_STD:
+            raise ValueError("a tied embedding starts as it is drawn")
+        return GPT(config, seed)
+
+
+@lru_cache
+def together(row, head, size, device):
+    """What trains such models at once. It is compiled once, for all texts and lengths."""
+    # vmap can't see into the fused kernels, so the models have the plain equation of each arm
+    return Together(Cell(row, head, size=size).model(USUAL_STD, seed=1, kernel="map"), device)
+
+
+@lru_cache
+def load_text(name):
+    """(train, val) as bytes: Python's manual, or the .py files of its standard library."""
+    if name == "manual":
+        return load_manual()
+    file = OUT / "stdlib.npz"
+    if not file.exists():
+        folder = Path(sysconfig.get_path("stdlib"))
+        paths = [p for p in folder.rglob("*.py") if "site-packages" not in p.parts]
+        texts = [path.read_bytes() for path in sorted(paths)]
+        np.savez_compressed(file, train=byte_tokens([t for i, t in enumerate(texts) if i % 20]),
+                            val=byte_tokens(texts[::20]))
+    with np.load(file) as arrays:
+        return arrays["train"], arrays["val"]
+
+
+# ---- the runs
+
+def machine(device):
+    """Its name, like "H200" or "CPU": two machines round differently."""
+    if not device.startswith("cuda"):
+        return "CPU"
+    return torch.cuda.get_device_name().removeprefix("NVIDIA ")
+
+
+@lru_cache
+def commit():
+    """That of this code, or "" where git does not know it."""
+    command = ["git", "-C", Path(__file__).parent, "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
+def train_one(cell, std, rate, seed, look=None):
+    """The val loss of one run, by the functions of train.py: on a CPU that is faster.
+
+    look(step, model) is called before each step, and after the last one.
+    """
+    config = replace(cell.config(), lr=rate, seed=seed, device="cpu")
+    data, val = load_text(cell.text)
+    model = cell.model(std, seed)
+    optimizer = train.make_optimizer(model, config)
+    for step in range(config.steps):
+        if look is not None:
+            look(step, model)
+        train.training_step(model, optimizer, data, config, step)
+    if look is not None:
+        look(config.steps, model)
+    return train.evaluate(model, val, config)
+
+
+class Runs:
+    """The runs of one cell, kept in a file of lines. A kill loses the group that is trained."""
+
+    def __init__(self, cell, device, at_once):
+        self.cell, self.device, self.at_once = cell, device, at_once
+        name = "-".join(map(str, vars(cell).values()))
+        self.file = OUT / f"{name}.jsonl".replace(" ", "_").replace(",", "").replace("'", "")
+        self.losses = {}  # {(std, rate, seed): val loss}
+        if self.file.exists():
+            for run in read_lines(self.file):
+                if run["at"] == machine(device):
+                    self.losses[run["std"], run["lr"], run["seed"]] = run["val_loss"]
+
+    def make(self, purpose, wanted):
+        """Trains those of the wanted (std, rate, seed) that are missing, in groups.
+
+        purpose: "rate" if the run helps to choose one, "reported" if it is at the rate that was
+        chosen, or "each rate". A run that is there keeps the purpose that it was made for.
+        """
+        missing = [run for run in dict.fromkeys(wanted) if run not in self.losses]
+        while missing:
+            group, missing = missing[: self.at_once], missing[self.at_once :]
+            if self.device == "cpu":
+                losses = [train_one(self.cell, *run) for run in group]
+            else:
+                losses = self.train_group(group)
+            with open(self.file, "a", encoding="utf-8") as f:
+                for (std, rate, seed), loss in zip(group, losses):
+                    loss = loss if math.isfinite(loss) else math.inf
+                    self.losses[std, rate, seed] = loss
+                    run = vars(self.cell) | dict(std=std, lr=rate, seed=seed, purpose=purpose)
+                    run |= dict(val_loss=loss, at=machine(self.device), commit=commit())
+                    f.write(json.dumps(run) + "\n")
+            print(f"{self.file.stem}: {len(self.losses)} runs", flush=True)
+
+    def train_group(self, group):
+        """The val losses of these runs, which are trained at once."""
+        padded = group + group[-1:] * (self.at_once - len(group))  # one shape is compiled once
+        stds, rates, seeds = zip(*padded)
+        models = [self.cell.model(std, seed) for std, seed in zip(stds, seeds)]
+        trainer = together(self.cell.row, self.cell.head, self.cell.size, self.device)
+        text = load_text(self.cell.text)
+        losses, _ = trainer.train(models, rates, seeds, self.cell.config(), *text)
+        return losses[: len(group)]
+
+    def best_rate(self, std, rates=RATES, seeds=CHOOSE_ON):
+        """The rate with the least mean loss. The grid grows until it lies inside."""
+        rates = sorted(rates)
+        while True:
+            self.make("rate", [(std, rate, seed) for rate in rates for seed in seeds])
+            mean = {rate: fmean(self.losses[std, rate, seed] for seed in seeds) for rate in rates}
+            best = min(mean, key=mean.get)
+            if best == rates[0]:
+                rates = [best / 2, *rates]
+            elif best == rates[-1]:
+                rates = [*rates, best * 2]
+            else:
+                return best
+
+
+def read_lines(file):
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def read_runs():
+    """The runs below out/toys."""
+    files = sorted(OUT.glob("*.jsonl"))
+    if not files:
+        raise SystemExit(f"there are no runs below {OUT}: python -m lab.train_toys makes them")
+    return [run for file in files for run in read_lines(file)]
+
+
+def cell_of(run):
+    """The cell that a run belongs to, by its line."""
+    return Cell(**{field.name: run[field.name] for field in fields(Cell)})
+
+
+class Data:
+    """The losses of runs, by machine, cell and the embedding's start."""
+
+    def __init__(self, runs):
+        self.groups = {}  # {(machine, cell, std): runs}
+        for run in runs:
+            self.groups.setdefault((run["at"], cell_of(run), run["std"]), []).append(run)
+        at = Counter(run["at"] for run in runs)
+        self.machines = [machine for machine, _ in at.most_common()]
+
+    def reported(self, cell, std, at=None):
+        """The runs at the cell's own rate, of the seeds that did not choose it.
+
+        at: a machine. None: the one with most runs.
+        """
+        runs = self.groups.get((at or self.machines[0], cell, std), [])
+        return [run for run in runs if run["purpose"] == "reported"]
+
+    def losses(self, cell, std, at=None, lr=None, seeds=None):
+        """The losses that are reported, or with lr those at this rate. seeds: of these alone."""
+        if lr is None:
+            runs = self.reported(cell, std, at)
+        else:
+            runs = self.groups.get((at or self.machines[0], cell, std), [])
+            runs = [run for run in runs if run["lr"] == lr]
+        return [run["val_loss"] for run in runs if seeds is None or run["seed"] in seeds]
+
+    def pair(self, a, b, std, **which):
+        """The losses of two cells on one machine, the one with most runs of those that have both.
+
+        which: see losses. ([], []) if no machine has both.
+        """
+        for at in self.machines:
+            pair = [self.losses(cell, std, at, **which) for cell in (a, b)]
+            if all(pair):
+                return pair
+        return [], []
