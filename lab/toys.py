@@ -137,6 +137,12 @@ def load_text(name):
         return arrays["train"], arrays["val"]
 
 
+@lru_cache
+def text_hash(name):
+    """That of the text's bytes, as in a log of train.py: the manual is that of the Python here."""
+    return train.hash_of(*load_text(name))
+
+
 # ---- the runs
 
 def machine(device):
@@ -202,7 +208,8 @@ class Runs:
                     loss = loss if math.isfinite(loss) else math.inf
                     self.losses[std, rate, seed] = loss
                     run = vars(self.cell) | dict(std=std, lr=rate, seed=seed, purpose=purpose)
-                    run |= dict(val_loss=loss, at=machine(self.device), commit=commit())
+                    run |= dict(val_loss=loss, at=machine(self.device), commit=commit(),
+                                data_hash=text_hash(self.cell.text))
                     f.write(json.dumps(run) + "\n")
             print(f"{self.file.stem}: {len(self.losses)} runs", flush=True)
 

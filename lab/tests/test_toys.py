@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import train
+from data import load_manual
 from lab import stats, toys, train_toys
 from lab.toys import ROWS, USUAL_STD, Cell, Data, Runs
 from model import GPT
@@ -89,6 +90,7 @@ def test_a_diverged_run_is_inf(tiny):
     line = json.loads(runs.file.read_text().splitlines()[0])
     assert line["val_loss"] == np.inf and line["purpose"] == "rate"
     assert line["at"] == "CPU" and line["commit"] == toys.commit()
+    assert line["data_hash"] == train.hash_of(*load_manual())
 
 
 def test_two_cells_are_compared_on_one_machine():
