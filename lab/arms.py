@@ -17,6 +17,8 @@ import sys
 import torch
 import torch.nn as nn
 
+import sample
+import train
 from model import ATTENTION, Attention, Diff, DiffV2, Softmax, SoftmaxAverage, phi, rotate
 from model import softmax_attention, softmax_map, upcast
 
@@ -234,9 +236,6 @@ def print_help():
 
 def main(argv=None):
     """Trains arms, or prints a sample of one if there is a --ckpt. Returns the exit code."""
-    import sample
-    import train
-
     register()
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:

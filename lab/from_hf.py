@@ -130,12 +130,15 @@ def make_gpt(theirs):
     return model
 
 
-def from_transformers(args):
-    """Writes the checkpoint of a command line, which has a source and a folder."""
-    file = args.folder / "ckpt.pt"
+def from_transformers(source, folder):
+    """Writes a checkpoint, and its tokenizer. source: a folder, a GGUF file, or "smollm2".
+
+    ValueError if it can't, or if the checkpoint is there.
+    """
+    file = folder / "ckpt.pt"
     if file.exists():
         raise ValueError(f"{file} is there already: name another folder")
-    source = find_source(args.source)
+    source = find_source(source)
     try:
         theirs, tokenizer = open_gguf(source) if source.is_file() else open_folder(source)
     except (ImportError, ModelError):  # a package is missing, or it was refused
@@ -147,7 +150,7 @@ def from_transformers(args):
     n_model = model.config.vocab_size
     if n > n_model:
         refuse(f"its tokenizer has {n} tokens, and its embedding only {n_model}")
-    args.folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(args.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder)
     model.save(file, source=str(source))
     print(f"{source} -> {file}: {model.config.attn}")

@@ -34,19 +34,19 @@ from lab.stats import parser
 from lab.to_hf import their_tokenizer, to_transformers
 
 
-def sample(args):
+def sample(ckpt, prompt, max_new_tokens, temperature):
     """Prints a text, up to a special token such as the end of a document."""
     from transformers import TextStreamer
 
-    file, model = load_checkpoint(args.ckpt)
+    file, model = load_checkpoint(ckpt)
     tokenizer = their_tokenizer(file, model)
-    prompt = tokenizer.encode(args.prompt)
+    prompt = tokenizer.encode(prompt)
     if not prompt:
         raise ValueError("--prompt must have a token")
     ends = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
     screen = TextStreamer(tokenizer, skip_special_tokens=True)
     screen.put(torch.tensor(prompt))
-    for token in model.generate(torch.tensor([prompt]), args.max_new_tokens, args.temperature):
+    for token in model.generate(torch.tensor([prompt]), max_new_tokens, temperature):
         if token.item() in ends:
             break
         screen.put(token)
@@ -71,9 +71,10 @@ def main(argv=None):
     verb.add_argument("--max_new_tokens", type=int, default=100)
     verb.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token")
     verb.set_defaults(run=sample)
-    args = p.parse_args(argv)
+    args = vars(p.parse_args(argv))
+    run = args.pop("run")
     with one_sentence("lab.hf", ValueError, ImportError):
-        args.run(args)
+        run(**args)
 
 
 if __name__ == "__main__":

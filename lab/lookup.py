@@ -8,8 +8,9 @@ seconds.
     python -m lab.lookup publish    # the tables and figures of lookup.md and longer.md in
                                     # lab/results, from their published data
 
-A run is a line of JSON: its settings, and for each test [% right, % that name the crowd], as read
-with its "own" lambda and with "1".
+`run` writes out/lookup/lookup.json. To publish it, copy it to lab/results. A run is a line of JSON:
+its settings, and for each test [% right, % that name the crowd], as read with its "own" lambda and
+with "1".
 """
 import math
 from dataclasses import asdict
@@ -27,13 +28,11 @@ NAMES = {"softmax": "one map", "softmax_average": "minus the average", "diff": "
 TITLES = {"softmax": "softmax: one map", "softmax_average": "minus the average",
           "diff": "diff: minus another map"}
 CAPS = (1.5, 2.0, 2.5, 3.0, 3.5)
-RATE_OF_CAP = {1.5: 4.5e-3, 2.0: 4.5e-3, 2.5: 4.5e-3, 3.0: 2e-3, 3.5: 3e-3}  # of one map
+RATE_OF_CAP = {1.5: 4.5e-3, 2.5: 4.5e-3, 3.0: 2e-3, 3.5: 3e-3}  # of one map
 FIVE, OTHER_FIVE, TEN = range(3, 8), range(8, 13), range(3, 13)  # seeds. 1 and 2 chose the rates
 # the rows of the table of crowds
 CROWDS = {
-    "one map": (dict(arm="softmax", lr=4.5e-3), TEN),
-    "minus the average": (dict(arm="softmax_average", lr=2e-3), TEN),
-    "difference": (dict(arm="diff", lr=2e-3), TEN),
+    **{NAMES[arm]: (dict(arm=arm, lr=lr), TEN) for arm, lr in SHOWN_RATES.items()},
     "`diff_v2`": (dict(arm="diff_v2", lr=4.5e-3), FIVE),
     "control: sum of two maps": (dict(arm="softmax_sum", lr=4.5e-3), FIVE),
     "control: minus the own value": (dict(arm="softmax_own", lr=4.5e-3), OTHER_FIVE),
@@ -53,8 +52,8 @@ def planned_runs():
     for lr in (3e-3, 4.5e-3):  # does the difference keep its minus at higher rates?
         for norm in (True, False):
             plan.append(("", dict(arm="diff", lr=lr, norm=norm), OTHER_FIVE))
-    for tau in (1.5, 2.5, 3.0, 3.5):  # the border. At 2 it is that of the row "one map"
-        plan.append(("border", dict(arm="softmax", tau=tau, lr=RATE_OF_CAP[tau]), FIVE))
+    for tau, lr in RATE_OF_CAP.items():  # the border. At 2 it is that of the row "one map"
+        plan.append(("border", dict(arm="softmax", tau=tau, lr=lr), FIVE))
     plan.append(("", dict(arm="softmax", lr=4.5e-3, heads=2), FIVE))
     plan.append(("", dict(arm="softmax", lr=3e-3, heads=4), FIVE))
     return [(row, Run(seed=seed, **settings)) for row, settings, seeds in plan for seed in seeds]
@@ -120,10 +119,15 @@ def draw(folder, shown, runs=()):
 
 # ---- the tables
 
-def shares(runs, read, test, kind=0, **settings):
-    """The % of a test in each of the runs that have these settings. kind: see pairs.score."""
+def shares(runs, read, test, which="right", **settings):
+    """The % of a test in each of the runs that have these settings.
+
+    read: with the run's "own" lambda, or with "1". which: of answers that are "right", or that name
+    the "crowd".
+    """
+    place = {"right": 0, "crowd": 1}[which]
     rows = [run for run in runs if settings.items() <= run.items()]
-    return [run[read][test][kind] for run in rows if test in run.get(read, {})]
+    return [run[read][test][place] for run in rows if test in run.get(read, {})]
 
 
 def percent(found):
@@ -151,7 +155,7 @@ def crowd_table(runs):
     for row in CROWDS:
         line = {"model": row}
         line |= {f"right, % ({m})": percent(shares(runs, "own", m, row=row)) for m in ("16", "48")}
-        line["names the crowd, % (48)"] = percent(shares(runs, "own", "48", 1, row=row))
+        line["names the crowd, % (48)"] = percent(shares(runs, "own", "48", "crowd", row=row))
         line["right with λ = 1, % (48)"] = percent(shares(runs, "1", "48", row=row))
         lines.append(line | {"seeds": len(shares(runs, "own", "48", row=row))})
     return markdown(lines)

@@ -22,9 +22,9 @@ from train import MAY_CHANGE, Config
 # what all runs must share, or their losses can't be compared
 SHARED = ("vocab_size", "train_tokens", "val_tokens", "data_hash", "eval_tokens", "steps",
           "total_batch")
-# what makes two runs two rows: all other settings, but for those that say how a run was made
-TELL_APART = tuple(field.name for field in fields(Config)
-                   if field.name not in (*MAY_CHANGE, *SHARED, "seed"))
+# what makes two runs two rows: the arm, and all other settings but those of how a run was made
+TELL_APART = ("attn", *(field.name for field in fields(Config)
+                        if field.name not in (*MAY_CHANGE, *SHARED, "attn", "seed")))
 
 
 def read_run(log):

@@ -21,6 +21,15 @@ from model import make_rope
 LONGEST = 64  # tokens. In a map of more the labels can't be read
 
 
+def layers(model, idx):
+    """(block, x, rope) of each layer for the tokens idx (B, T). x: what the block reads."""
+    x = model.wte(idx)
+    rope = make_rope(model.config, idx.shape[1], idx.device, x.dtype)
+    for block in model.blocks:
+        yield block, x, rope
+        x = block(x, rope, {})
+
+
 @torch.no_grad()
 def attention_maps(model, idx):
     """[(map, lambda)] of the layers for the tokens idx (B, T). A map is (h, T, T), of idx[0].
@@ -28,12 +37,9 @@ def attention_maps(model, idx):
     lambda is its mean over heads and tokens, and None where a layer has none.
     """
     found = []
-    x = model.wte(idx)
-    rope = make_rope(model.config, idx.shape[1], idx.device, x.dtype)
-    for block in model.blocks:
+    for block, x, _ in layers(model, idx):
         h = block.norm1(x)
         found.append((block.attn.map(h)[0], lambda_of(block.attn, h)))
-        x = block(x, rope, {})
     return found
 
 

@@ -1,31 +1,27 @@
 """
-When does the difference pay? The tables and figures of start.md and start-record.md in lab/results.
+When does the difference pay? The tables and a figure of start.md and start-record.md in
+lab/results.
 
-    python -m lab.start tables     # prints the tables of the runs below out/toys alone
-    python -m lab.start publish    # the pages' tables and figures, from start.json
-    python -m lab.start collect    # puts the runs below out/toys into start.json, for good,
-                                   # and what lab/stream.py, which has the other figure, measured
+    python -m lab.start tables     # prints the tables of the runs below out/toys
+    python -m lab.start publish    # the pages' tables and figure, from toys.json
 
-The runs are those of lab/train_toys.py.
+The runs are those of lab/train_toys.py. The other figure is lab/stream.py's.
 """
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 
 from lab import stats
 from lab.stats import RESULTS
-from lab.toys import RATES, USUAL_STD, Cell, Data, cell_of, read_runs
-from lab.train_toys import FEW, THREE
+from lab.toys import (
+    AS_DRAWN, AT_EACH_RATE, FEW, RATES, ROW_COLORS, TOYS_JSON, Cell, Data, read_runs,
+)
 
-STARTS = (USUAL_STD, 0.2, 1.0)  # the embedding's std, at its start
-IN_FIGURES = (USUAL_STD, 1.0)
+STARTS = (AS_DRAWN, 0.2, 1.0)  # the embedding's std, at its start
+TWO_STARTS = (AS_DRAWN, 1.0)
 LOW = RATES[0]  # an eighth of the rate that softmax, softmax with the norm and diff chose at std 1
-SETTINGS_OF = {"500 steps": {}, "2,000 steps": dict(text="stdlib", steps=2000),
-            "2.7 M parameters": dict(size="2.7 M")}
+WHERE = {"500 steps": {}, "2,000 steps": dict(text="stdlib", steps=2000),
+         "2.7 M parameters": dict(size="2.7 M")}
 ON_RECORD = ("further", "rates")  # the tables of start-record.md
-START_JSON = RESULTS / "start.json"
-STREAM_JSON = Path("out/stream/stream.json")  # see lab/stream.py
-ROW_COLORS = {"softmax": "#0072B2", "softmax with a norm": "#009E73", "diff": "#D55E00"}
 
 
 @dataclass(frozen=True)
@@ -44,20 +40,18 @@ class Line:
         return self.rows, self.lr, self.setting, std
 
 
-def words(rows):
-    """The difference of two rows, like "diff − softmax"."""
-    return " − ".join(rows)
-
-
-def lines():
-    """All differences of both pages."""
-    found = []
-    for rate, lr, pairs in [
-        ("each its own", None, [("diff", "softmax"), ("diff_v2", "softmax")]),
-        (f"{LOW:g} for both", LOW, [("diff", "softmax"), ("softmax with a norm", "softmax")]),
+def lines_of_answer():
+    for rate, lr, rows in [
+        ("each its own", None, ("diff", "softmax")),
+        ("each its own", None, ("diff_v2", "softmax")),
+        (f"{LOW:g} for both", LOW, ("diff", "softmax")),
+        (f"{LOW:g} for both", LOW, ("softmax with a norm", "softmax")),
     ]:
-        for rows in pairs:
-            found.append(Line("answer", {"rate": rate, "difference": words(rows)}, rows, lr))
+        yield Line("answer", {"rate": rate, "difference": words(rows)}, rows, lr)
+
+
+def lines_of_parts():
+    """Arms less softmax, with what they are made of."""
     for arm, maps, heads, norm, factor in [
         ("softmax with a norm", 1, 4, "yes", ""),
         ("softmax with a norm and the factor 0.2", 1, 4, "yes", "0.2"),
@@ -71,7 +65,13 @@ def lines():
         ("softmax minus the average", 1, 4, "", ""),
     ]:
         labels = dict(arm=arm, maps=maps, heads=heads, norm=norm, factor=factor)
-        found.append(Line("parts", labels, (arm, "softmax")))
+        yield Line("parts", labels, (arm, "softmax"))
+    for arm in ("softmax with a norm, minus the average", "gate", "softmax with diff_v2's MLP"):
+        yield Line("further", dict(arm=arm), (arm, "softmax"))
+
+
+def lines_of_second_map():
+    """Two maps less one map of the same heads, norm and factor."""
     for setting, rows in [
         ("500 steps", ("diff", "diff without its second map")),
         ("500 steps", ("diff without its norm", "softmax with half the heads")),
@@ -79,15 +79,29 @@ def lines():
         ("2,000 steps", ("diff", "diff without its second map")),
     ]:
         labels = {"difference": words(rows), "setting": setting}
-        found.append(Line("second_map", labels, rows, setting=setting))
-    for setting in ("2,000 steps", "2.7 M parameters"):
-        for arm in ("diff", "softmax with a norm", "diff with λ_init 0.8, without its second map"):
-            labels = {"setting": setting, "difference": words((arm, "softmax"))}
-            found.append(Line("settings", labels, (arm, "softmax"), setting=setting,
-                              stds=IN_FIGURES))
-    for arm in ("softmax with a norm, minus the average", "gate", "softmax with diff_v2's MLP"):
-        found.append(Line("further", dict(arm=arm), (arm, "softmax")))
-    return found
+        yield Line("second_map", labels, rows, setting=setting)
+
+
+def lines_of_settings():
+    """Longer runs, and a larger model."""
+    for setting, arm in [
+        ("2,000 steps", "diff"),
+        ("2,000 steps", "softmax with a norm"),
+        ("2,000 steps", "diff with λ_init 0.8, without its second map"),
+        ("2.7 M parameters", "diff"),
+        ("2.7 M parameters", "softmax with a norm"),
+    ]:
+        rows = (arm, "softmax")
+        labels = {"setting": setting, "difference": words(rows)}
+        yield Line("settings", labels, rows, setting=setting, stds=TWO_STARTS)
+
+
+def words(rows):
+    """The difference of two rows, like "diff − softmax"."""
+    return " − ".join(rows)
+
+
+LINES = [*lines_of_answer(), *lines_of_parts(), *lines_of_second_map(), *lines_of_settings()]
 
 
 def cells_of(rows, **where):
@@ -96,23 +110,22 @@ def cells_of(rows, **where):
 
 
 def measured(data):
-    """{what is compared: the losses of both} of all differences that have three seeds or more."""
-    found = {}
-    for line in lines():
+    """{what is compared: the losses of both} of all lines that have three seeds or more."""
+    pairs = {}
+    for line in LINES:
         for std in line.stds:
             which = {} if line.lr is None else dict(lr=line.lr, seeds=FEW)
-            cells = cells_of(line.rows, **SETTINGS_OF[line.setting])
-            pair = data.pair(*cells, std, **which)
+            pair = data.pair(*cells_of(line.rows, **WHERE[line.setting]), std, **which)
             if min(map(len, pair)) >= 3:
-                found[line.where(std)] = pair
-    return found
+                pairs[line.where(std)] = pair
+    return pairs
 
 
 def tables_of_differences(pairs):
     """{name: a table} of what was measured. A difference is bold if it is sure: see lab/README."""
     level = 1 - 0.05 / max(len(pairs), 1)  # by Bonferroni
     tables = {}
-    for line in lines():
+    for line in LINES:
         cells = {f"std {std:g}": "" for std in line.stds}
         ns = set()
         for std in line.stds:
@@ -140,7 +153,7 @@ def line_of_softmax(data):
 def table_of_rates(data):
     """What one would see who tried one rate."""
     table = []
-    for std in IN_FIGURES:
+    for std in TWO_STARTS:
         for rows in ("diff", "softmax"), ("softmax with a norm", "softmax"):
             line = {}
             for lr in RATES:
@@ -163,8 +176,8 @@ def parts_of(data):
 def draw_rates(data, path):
     """Val loss against the rate, a panel for each start. Rings: the rates that were chosen."""
     figure, axes = stats.new_figure(1, 2, width=9, height=5.5)
-    for ax, std in zip(axes, IN_FIGURES):
-        for row in THREE:
+    for ax, std in zip(axes, TWO_STARTS):
+        for row in AT_EACH_RATE:
             cell = Cell(row, "own")
             color = ROW_COLORS[row]
             means = {}
@@ -185,22 +198,13 @@ def draw_rates(data, path):
     figure.savefig(path)
 
 
-def joined(runs, new):
-    """All of these runs, of which a new one takes the place of its like."""
-    found = {}
-    for run in runs + new:
-        found[cell_of(run), run["std"], run["lr"], run["seed"], run["at"]] = run
-    return list(found.values())
-
-
 def print_tables():
     for name, text in parts_of(Data(read_runs())).items():
         print(f"{name}\n\n{text}\n")
 
 
 def publish():
-    _, runs = stats.read_json(START_JSON)
-    data = Data(runs)
+    data = Data(stats.read_json(TOYS_JSON)[1])
     parts = parts_of(data)
     record = {name: parts.pop(name) for name in ON_RECORD}
     stats.renew(RESULTS / "start-record.md", record)
@@ -208,16 +212,9 @@ def publish():
     draw_rates(data, RESULTS / "start-rates.png")
 
 
-def collect():
-    about, runs = stats.read_json(START_JSON)
-    if STREAM_JSON.exists():
-        about["stream"] = stats.read_json(STREAM_JSON)[1]
-    stats.write_json(START_JSON, about, joined(runs, read_runs()))
-
-
 def main(argv=None):
     p = stats.parser("lab.start", __doc__)
-    verbs = dict(tables=print_tables, publish=publish, collect=collect)
+    verbs = dict(tables=print_tables, publish=publish)
     p.add_argument("verb", choices=verbs)
     verbs[p.parse_args(argv).verb]()
 

@@ -63,10 +63,16 @@ def plus_minus(mean, half, digits=3):
     return text if math.isnan(half) else f"{text} ± {half:.{digits}f}"
 
 
+def line_of_difference(name, a, b):
+    """A line of a table: the difference of two lists of losses, and n."""
+    text = plus_minus(*difference(a, b))
+    return {"difference": name, "val loss": text, "n": min(len(a), len(b))}
+
+
 def markdown(rows):
     """A Markdown table of dicts that have the same keys, its columns."""
     lines = [rows[0], ["---"] * len(rows[0])]
-    lines += [map(str, row.values()) for row in rows]
+    lines += [[str(row[column]) for column in rows[0]] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

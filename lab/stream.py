@@ -3,19 +3,21 @@ What attention adds to the residual stream, beside the stream that it reads: a f
 start-record.md.
 
     python -m lab.stream run        # trains six models, and measures it: 20 minutes on a core
-    python -m lab.stream publish    # the page's figure, from its published data in start.json
+    python -m lab.stream publish    # the page's figure, from stream.json in lab/results
+
+`run` writes out/stream/stream.json. To publish it, copy it to lab/results.
 """
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from data import load_sequences
 from lab import stats
-from lab.start import ROW_COLORS, IN_FIGURES, START_JSON, STREAM_JSON
-from lab.toys import Cell, load_text, train_one
-from lab.train_toys import THREE
-from model import make_rope
+from lab.maps import layers
+from lab.toys import AS_DRAWN, AT_EACH_RATE, ROW_COLORS, Cell, load_text, train_one
 
+STDS = (AS_DRAWN, 1.0)
 RATE = 4e-3  # of all six: their own rate
 LOOKS = (0, 100, 500)  # steps at which the stream is looked at
 
@@ -24,13 +26,10 @@ LOOKS = (0, 100, 500)  # steps at which the stream is looked at
 def shares_of(model, idx):
     """For each layer: the size of what attention adds, beside that of the stream that it reads."""
     shares = []
-    x = model.wte(idx)
-    rope = make_rope(model.config, idx.shape[1], idx.device, x.dtype)
-    for block in model.blocks:
+    for block, x, rope in layers(model, idx):
         added = block.attn(block.norm1(x), rope, {})
         share = added.square().mean().sqrt() / x.square().mean().sqrt()
         shares.append(round(share.item(), 4))
-        x = block(x, rope, {})
     return shares
 
 
@@ -45,8 +44,8 @@ def measure():
             looks.append(dict(row=row, std=std, step=step, shares=shares_of(model, idx)))
             print(looks[-1], flush=True)
 
-    for row in THREE:
-        for std in IN_FIGURES:
+    for row in AT_EACH_RATE:
+        for std in STDS:
             train_one(Cell(row, "own"), std, RATE, 3, partial(look, row, std))
     return looks
 
@@ -54,7 +53,7 @@ def measure():
 def draw(looks, path):
     """What attention adds, by layer, before the first step and after the last: a panel a start."""
     figure, axes = stats.new_figure(1, 2, width=9, height=5.5)
-    for ax, std in zip(axes, IN_FIGURES):
+    for ax, std in zip(axes, STDS):
         for look in looks:
             if look["std"] == std and look["step"] in (LOOKS[0], LOOKS[-1]):
                 is_first = look["step"] == LOOKS[0]
@@ -75,15 +74,17 @@ def draw(looks, path):
 
 
 def run():
-    STREAM_JSON.parent.mkdir(parents=True, exist_ok=True)
+    out = Path("out/stream")
+    out.mkdir(parents=True, exist_ok=True)
     looks = measure()
-    stats.write_json(STREAM_JSON, {}, looks)
-    draw(looks, STREAM_JSON.with_suffix(".png"))
-    print(f"-> {STREAM_JSON.parent}")
+    stats.write_json(out / "stream.json", {}, looks)
+    draw(looks, out / "start-stream.png")
+    print(f"-> {out}")
 
 
 def publish():
-    draw(stats.read_json(START_JSON)[0]["stream"], stats.RESULTS / "start-stream.png")
+    _, looks = stats.read_json(stats.RESULTS / "stream.json")
+    draw(looks, stats.RESULTS / "start-stream.png")
 
 
 def main(argv=None):

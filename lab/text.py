@@ -12,16 +12,17 @@ The rows are those of lab/toys.py, with tied embeddings. `python -m lab.train_to
 --pieces="text; v2"` trains them. The published runs are older, and from a CPU.
 """
 from lab import stats
-from lab.toys import OUT, Cell, cell_of, read_runs
-from lab.train_toys import FEW, FORTY
+from lab.toys import AS_DRAWN, FEW, FORTY, THREE_SEEDS, Cell, Data, read_runs
 
-ADDRESSES = range(3, 6)  # seeds. text.md has the command of these runs
+TEXT_JSON = stats.RESULTS / "text.json"
+# a larger model on another text, "one size up". text.md has the command of these runs
+ONE_SIZE_UP = dict(text="addresses", steps=1500, size="2.7 M")
 
 # for each table of a page: a row, the one that it is compared to, and on which seeds
 COMPARISONS = {
     ("text.md", "answer"): [
         ("diff", "softmax", FEW),
-        ("diff, norm from 0.2", "softmax", FEW),
+        ("diff with its norm from 0.2", "softmax", FEW),
         ("softmax minus the average", "softmax", FEW),  # is any minus enough?
         ("diff_v2", "softmax", FORTY),
         ("gate", "softmax", FORTY),
@@ -32,95 +33,87 @@ COMPARISONS = {
         ("diff without its norm", "softmax with half the heads", FEW),
         ("diff", "diff without its norm", FEW),
         ("diff without its second map", "softmax with half the heads and a norm", FEW),
-        ("diff, norm from 0.2", "diff", FEW),
-        ("diff, norm from 0.2", "diff without its norm", FEW),
-        ("diff, norm from 0.2", "softmax with half the heads and a norm from 0.2", FEW),
+        ("diff with its norm from 0.2", "diff", FEW),
+        ("diff with its norm from 0.2", "diff without its norm", FEW),
+        ("diff with its norm from 0.2", "softmax with half the heads and a norm from 0.2", FEW),
     ],
     ("text.md", "comparisons"): [
         ("softmax with half the heads and a norm", "softmax with half the heads", FEW),
         # the second version: is it the minus, or the free sum of a row, which is a gate?
         ("diff_v2", "gate", FORTY),
-        ("diff_v2, rows sum to 1", "diff_v2", FEW),
-        ("diff_v2, rows sum to 1", "a plus, rows sum to 1", FEW),
-        ("diff_v2, addresses", "softmax, addresses", ADDRESSES),
-        ("gate, addresses", "softmax, addresses", ADDRESSES),
-        ("gate, addresses", "diff_v2, addresses", ADDRESSES),
+        ("diff_v2 with rows that sum to 1", "diff_v2", FEW),
+        ("diff_v2 with rows that sum to 1", "diff_v2 with a plus and rows that sum to 1", FEW),
+    ],
+    ("text.md", "addresses"): [
+        ("diff_v2", "softmax", THREE_SEEDS),
+        ("gate", "softmax", THREE_SEEDS),
+        ("gate", "diff_v2", THREE_SEEDS),
     ],
     ("linear.md", "answer"): [
         ("linear", "softmax", FEW),
         ("diff_linear", "linear with half the heads and a norm", FEW),
-        ("linear + decay", "softmax + decay", FEW),
-        ("diff_linear + decay", "linear + decay", FEW),
+        ("linear with decay", "softmax with decay", FEW),
+        ("diff_linear with decay", "linear with decay", FEW),
     ],
     ("linear.md", "comparisons"): [
         ("linear minus the average", "linear", FEW),
         ("diff_linear", "linear", FEW),
         ("linear with half the heads and a norm", "linear", FEW),
-        ("linear + decay", "linear", FEW),
-        ("linear, one head of span 4", "linear", FEW),
-        ("linear + decay", "softmax", FEW),
-        ("softmax + decay", "softmax", FEW),
+        ("linear with decay", "linear", FEW),
+        ("linear with one head of span 4", "linear", FEW),
+        ("linear with decay", "softmax", FEW),
+        ("softmax with decay", "softmax", FEW),
     ],
 }
 
 
-def losses_of(runs, row, seeds):
-    """The losses of a row's runs that are reported, on these seeds."""
-    return [run["val_loss"] for run in runs if run["row"] == row
-            and run["purpose"] == "reported" and run["seed"] in seeds]
+def pairs_of(data, place):
+    """[(name, losses of the row, losses of the other)] of a table, as far as there are runs."""
+    where = ONE_SIZE_UP if place == ("text.md", "addresses") else {}
+    found = []
+    for row, base, seeds in COMPARISONS[place]:
+        cells = [Cell(name, "tied", **where) for name in (row, base)]
+        pair = data.pair(*cells, AS_DRAWN, seeds=seeds)
+        if all(pair):
+            found.append((f"{row} − {base}", *pair))
+    return found
 
 
-def compared(runs, comparisons):
-    """(row, base, losses of the row, losses of the base) of each comparison that has runs"""
-    for row, base, seeds in comparisons:
-        a = losses_of(runs, row, seeds)
-        b = losses_of(runs, base, seeds)
-        if a and b:
-            yield row, base, a, b
-
-
-def table_of(runs, comparisons):
-    """A line for each comparison. The differences are by Welch's t."""
-    table = []
-    for row, base, a, b in compared(runs, comparisons):
-        difference = stats.plus_minus(*stats.difference(a, b))
-        table.append({"row": row, "compared with": base, "difference": difference, "n": len(a)})
-    return table
-
-
-def how_sure(runs):
+def how_sure(pairs):
     """A sentence: how many intervals exclude 0, as they are and by Bonferroni."""
-    pairs = [(a, b) for comparisons in COMPARISONS.values()
-             for _, _, a, b in compared(runs, comparisons)]
     clear = []
     for level in (0.95, 1 - 0.05 / len(pairs)):
-        found = [stats.difference(a, b, level) for a, b in pairs]
+        found = [stats.difference(a, b, level) for _, a, b in pairs]
         clear.append(sum(abs(mean) > half for mean, half in found))
     return (f"Of {len(pairs)} differences {clear[0]} exclude 0, and {clear[1]} if corrected for "
             "their number (Bonferroni).")
 
 
-def parts_of(runs):
+def parts_of(data):
     """{page: {name of a part: its text}}: what is made of the runs."""
-    parts = {"text.md": {"sure": how_sure(runs)}, "linear.md": {}}
-    for (page, name), comparisons in COMPARISONS.items():
-        table = table_of(runs, comparisons)
-        if table:
-            parts[page][name] = stats.markdown(table)
+    parts = {"text.md": {}, "linear.md": {}}
+    all_pairs = []
+    for place in COMPARISONS:
+        pairs = pairs_of(data, place)
+        all_pairs += pairs
+        if pairs:
+            page, name = place
+            lines = [stats.line_of_difference(*pair) for pair in pairs]
+            parts[page][name] = stats.markdown(lines)
+    if all_pairs:
+        parts["text.md"]["sure"] = how_sure(all_pairs)
     return parts
 
 
 def print_tables():
-    runs = [run for run in read_runs() if cell_of(run) == Cell(run["row"], "tied")]
-    if not runs:
-        raise SystemExit(f"no run below {OUT} is of these pages")
-    for parts in parts_of(runs).values():
-        print("\n\n".join(parts.values()))
+    for parts in parts_of(Data(read_runs())).values():
+        for name, text in parts.items():
+            print(f"{name}\n\n{text}\n")
 
 
 def publish():
-    _, runs = stats.read_json(stats.RESULTS / "text.json")
-    for page, parts in parts_of(runs).items():
+    _, runs = stats.read_json(TEXT_JSON)
+    for page, parts in parts_of(Data(runs)).items():
         stats.renew(stats.RESULTS / page, parts)
 
 

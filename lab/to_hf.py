@@ -149,21 +149,24 @@ def convert_tokenizer(tokenizer):
 
 # ---- the folder
 
-def to_transformers(args):
-    """Writes the folder of a command line, which has a ckpt, a folder and as_llama."""
-    if args.folder.exists():
-        raise ValueError(f"{args.folder} is there already: name a new folder")
-    file, model = load_checkpoint(args.ckpt)
+def to_transformers(ckpt, folder, as_llama=False):
+    """Writes a folder for transformers. as_llama: as a Llama or DiffLlama, without our code.
+
+    ValueError if it can't, or if the folder is there.
+    """
+    if folder.exists():
+        raise ValueError(f"{folder} is there already: name a new folder")
+    file, model = load_checkpoint(ckpt)
     tokenizer = their_tokenizer(file, model)
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     ids = {name: getattr(tokenizer, name) for name in names}
-    if args.as_llama:
-        make_llama(model, ids).save_pretrained(args.folder)
+    if as_llama:
+        make_llama(model, ids).save_pretrained(folder)
     else:
-        write_with_code(model, ids, args.folder)
-    tokenizer.save_pretrained(args.folder)
-    path = args.folder / "tokenizer_config.json"
+        write_with_code(model, ids, folder)
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
     text = path.read_text("utf-8")
     # the old name of this class is the one that transformers 4 knows, too
     path.write_text(text.replace("TokenizersBackend", "PreTrainedTokenizerFast"), "utf-8")
-    print(f"{file} -> {args.folder}")
+    print(f"{file} -> {folder}")

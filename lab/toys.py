@@ -25,10 +25,12 @@ import train
 from data import byte_tokens, load_manual
 from lab import arms
 from lab.many import Together
+from lab.stats import RESULTS
 from model import GPT, make_rope
 
 arms.register()
 OUT = Path("out/toys")
+TOYS_JSON = RESULTS / "toys.json"  # the published runs
 ROWS = {  # what an arm is called on the pages, and its settings
     "softmax": dict(attn="softmax"),
     "softmax with a norm": dict(attn="softmax", subln=1.0),
@@ -43,27 +45,38 @@ ROWS = {  # what an arm is called on the pages, and its settings
     "diff": dict(attn="diff"),
     "diff without its second map": dict(attn="softmax_factor", n_head=2),
     "diff without its norm": dict(attn="diff", subln=0.0),
-    "diff, norm from 0.2": dict(attn="diff", subln=0.2),
+    "diff with its norm from 0.2": dict(attn="diff", subln=0.2),
     "diff with λ_init 0.8": dict(attn="diff_constant"),
     "diff with λ_init 0.8, without its second map": dict(attn="softmax_factor_small", n_head=2),
     "diff_v2": dict(attn="diff_v2"),
     "diff_v2 with a plus": dict(attn="diff_v2_free_plus"),
     "diff_v2 with a smaller plus": dict(attn="diff_v2_smaller_plus"),
-    "diff_v2, rows sum to 1": dict(attn="diff_v2_minus"),
-    "a plus, rows sum to 1": dict(attn="diff_v2_plus"),
+    "diff_v2 with rows that sum to 1": dict(attn="diff_v2_minus"),
+    "diff_v2 with a plus and rows that sum to 1": dict(attn="diff_v2_plus"),
     "two gated maps": dict(attn="two_gates"),
     "linear": dict(attn="linear"),
     "linear with half the heads and a norm": dict(attn="linear", n_head=2, subln=1.0),
     "linear minus the average": dict(attn="linear_average"),
-    "linear, one head of span 4": dict(attn="linear_one_short_head"),
+    "linear with one head of span 4": dict(attn="linear_one_short_head"),
     "diff_linear": dict(attn="diff_linear"),
-    "softmax + decay": dict(attn="softmax_decay"),
-    "linear + decay": dict(attn="linear_decay"),
-    "diff_linear + decay": dict(attn="diff_linear_decay"),
+    "softmax with decay": dict(attn="softmax_decay"),
+    "linear with decay": dict(attn="linear_decay"),
+    "diff_linear with decay": dict(attn="diff_linear_decay"),
 }
-USUAL_STD = 0.05  # of the embedding, as a GPT draws it: 0.051 with 128 channels, 0.042 with 192
+SIZES = {"0.8 M": {}, "2.7 M": dict(n_layer=6, n_head=6, n_embd=192)}
+EVAL_TOKENS = {"manual": 65_536, "stdlib": 262_144, "addresses": 262_144}  # by text
+# what the pages call a start as a GPT draws it. In fact it is 0.051 with 128 channels, and 0.042
+# with 192
+AS_DRAWN = 0.05
 RATES = tuple(5e-4 * 2**i for i in range(6))  # 5e-4 to 1.6e-2
 CHOOSE_ON = (1, 2)  # seeds on which rates are chosen
+THREE_SEEDS = tuple(range(3, 6))  # and those that are reported
+FEW = tuple(range(3, 8))
+TWELVE = tuple(range(3, 15))
+TWENTY = tuple(range(3, 23))
+FORTY = tuple(range(8, 48))
+AT_EACH_RATE = ("softmax", "softmax with a norm", "diff")  # rows with all rates on five seeds
+ROW_COLORS = {"softmax": "#0072B2", "softmax with a norm": "#009E73", "diff": "#D55E00"}
 
 
 # ---- the models and what they read
@@ -76,7 +89,7 @@ class Untied(GPT):
         rows, C = self.wte.weight.shape
         self.head_proj = nn.Linear(C, rows, bias=False)
         self.draw_parameters(seed)  # the output layer as the embedding
-        if std != USUAL_STD:
+        if std != AS_DRAWN:
             self.wte.weight.data *= std * math.sqrt(3 * C)
 
     def forward(self, idx, targets):
@@ -94,22 +107,27 @@ class Cell:
 
     row: str
     head: str  # "own": the output layer has weights of its own. "tied": those of the embedding
-    text: str = "manual"
+    text: str = "manual"  # or "stdlib", or "addresses"
     steps: int = 500
-    size: str = "0.8 M"
+    size: str = "0.8 M"  # or "2.7 M" parameters
+
+    def __post_init__(self):
+        if self.size not in SIZES or self.text not in EVAL_TOKENS or self.row not in ROWS:
+            raise ValueError(f"there is no {self}")
+        twice = SIZES[self.size].keys() & ROWS[self.row].keys()
+        if twice:
+            raise ValueError(f"{self.row!r} sets {', '.join(twice)} for 0.8 M parameters")
 
     def config(self):
-        larger = dict(n_layer=6, n_head=6, n_embd=192) if self.size == "2.7 M" else {}
-        tokens = 65_536 if self.text == "manual" else 262_144
         return replace(train.PRESETS["toy"], vocab_size=257, kernel="sdpa", dtype="float32",
-                       eval_tokens=tokens, steps=self.steps, warmup=self.steps // 10,
-                       **larger | ROWS[self.row])
+                       eval_tokens=EVAL_TOKENS[self.text], steps=self.steps,
+                       warmup=self.steps // 10, **SIZES[self.size], **ROWS[self.row])
 
     def model(self, std, seed, **settings):
         config = replace(self.config(), **settings)
         if self.head == "own":
             return Untied(config, std, seed)
-        if std != USUAL_STD:
+        if std != AS_DRAWN:
             raise ValueError("a tied embedding starts as it is drawn")
         return GPT(config, seed)
 
@@ -118,7 +136,7 @@ class Cell:
 def together(row, head, size, device):
     """What trains such models at once. It is compiled once, for all texts and lengths."""
     # vmap can't see into the fused kernels, so the models have the plain equation of each arm
-    return Together(Cell(row, head, size=size).model(USUAL_STD, seed=1, kernel="map"), device)
+    return Together(Cell(row, head, size=size).model(AS_DRAWN, seed=1, kernel="map"), device)
 
 
 @lru_cache
@@ -126,6 +144,8 @@ def load_text(name):
     """(train, val) as bytes: Python's manual, or the .py files of its standard library."""
     if name == "manual":
         return load_manual()
+    if name != "stdlib":
+        raise ValueError(f"{name} is not trained here")
     file = OUT / "stdlib.npz"
     if not file.exists():
         folder = Path(sysconfig.get_path("stdlib"))
@@ -154,9 +174,12 @@ def machine(device):
 
 @lru_cache
 def commit():
-    """That of this code, or "" where git does not know it."""
+    """That of this code, or "" where git does not know it, or is not installed."""
     command = ["git", "-C", Path(__file__).parent, "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
 
 
 def train_one(cell, std, rate, seed, look=None):

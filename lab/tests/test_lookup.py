@@ -109,8 +109,8 @@ def of(**settings):
     return [run for run in RUNS if wanted.items() <= run.items()]
 
 
-def lengths(read, more, arm, tau, kind=0):
-    return shares(RUNS, read, more, kind, row="lengths", arm=arm, tau=tau)
+def lengths(read, more, arm, tau, which="right"):
+    return shares(RUNS, read, more, which, row="lengths", arm=arm, tau=tau)
 
 
 def ahead(more, read, tau):
@@ -144,11 +144,12 @@ def test_the_pages_say_what_the_data_say():
     shares_of_crowd = []  # of the errors beside 1,024 more
     for tau in (2.0, 1.5):
         wrong = sum(100 - right for right in lengths("own", "+1024", "diff", tau))
-        shares_of_crowd.append(100 * sum(lengths("own", "+1024", "diff", tau, kind=1)) / wrong)
+        crowd = sum(lengths("own", "+1024", "diff", tau, "crowd"))
+        shares_of_crowd.append(100 * crowd / wrong)
     said.append("At the cap 2 {:.0f} % of them do, and at 1.5 {:.0f} %".format(*shares_of_crowd))
     text = " ".join(" ".join(pages.values()).split())
     assert [sentence for sentence in said if sentence not in text] == []
-    assert four[:2] == [0, 0] and max(lengths("own", "+1024", "diff", 2.5, kind=1)) < 0.05
+    assert four[:2] == [0, 0] and max(lengths("own", "+1024", "diff", 2.5, which="crowd")) < 0.05
     assert [ahead("+256", "own", tau)[:3] for tau in (1.5, 3.5)] == ["+77", "+14"]
     assert all(sum(shares(RUNS, "own", "16", row=NAMES[arm])) / 10 > 99.9 for arm in MINUS)
 

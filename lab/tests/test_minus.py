@@ -1,62 +1,19 @@
-"""lab/minus.py: its matches by brute force, and that minus.md says what its data say."""
+"""lab/minus.py: what a lead is worth, and that minus.md says what its data say."""
 import json
 
 import numpy as np
 import pytest
-import torch
 
 from lab import minus, stats, toys
-from lab.start import START_JSON
 from lab.toys import Data
-from model import GPT, GPTConfig
 
-torch.set_num_threads(1)
-
-
-def longest(tokens, i):
-    """By definition: the longest end of tokens[: i + 1] that also ends earlier."""
-    for length in range(i, 0, -1):
-        ends = [j for j in range(length - 1, i)
-                if tokens[j - length + 1 : j + 1] == tokens[i - length + 1 : i + 1]]
-        if ends:
-            return length, tokens[ends[-1] + 1]
-    return 0, -1
+RUNS = stats.read_json(toys.TOYS_JSON)[1]
+DATA = Data(RUNS)
+OLDER = Data(stats.read_json(minus.TEXT_JSON)[1])
 
 
-def test_matches_by_brute_force():
-    random = np.random.default_rng(0)
-    tokens = random.integers(3, size=60).tolist()
-    tokens[40:55] = tokens[5:20]
-    found = [minus.match_of(tokens, i) for i in range(len(tokens))]
-    assert found == [longest(tokens, i) for i in range(len(tokens))]
-    assert max(length for length, _ in found) >= 15
-
-
-def test_each_byte_has_a_class_and_all_shares_sum_to_1():
-    text = torch.tensor([list(b"abcabcabcabx the function the functions")])
-    names = minus.classes_of(text)
-    assert names[0, 10] == "8 and more, wrong" and names[0, 7] == "4 to 7, right"
-    lead = [[[-3.0, 0.0], [0.0, -1.0]], [[-1.0, 0.0], [0.0, -1.0]]]  # two seeds
-    found = dict(names=["a", "b"], counts=[[3, 1], [1, 3]], leads=dict(diff_v2=lead, longer=lead))
-    table = minus.table_of_matches(found, resamples=50)
-    assert [line["of all bytes, %"] for line in table] == ["50.0", "50.0"]
-    for title in minus.COLUMNS.values():
-        assert [line[title].split()[0] for line in table] == ["67", "33"]
-
-
-def test_a_folder_without_runs_changes_nothing(tmp_path):
-    before = (stats.RESULTS / "matches.json").read_bytes()
-    with pytest.raises(SystemExit, match="there is no"):
-        minus.main(["measure", str(tmp_path)])
-    assert (stats.RESULTS / "matches.json").read_bytes() == before
-
-
-def test_losses_of_bytes_have_the_mean_of_the_model():
-    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=32, vocab_size=257))
-    sequences = torch.randint(257, (20, 33))
-    losses = minus.byte_losses(model, sequences)
-    mean = model(sequences[:, :-1], sequences[:, 1:])[1].item()
-    assert losses.shape == (20, 32) and abs(losses.mean() - mean) < 1e-5
+def words_of(page):
+    return " ".join((stats.RESULTS / page).read_text(encoding="utf-8").split()).replace("−", "-")
 
 
 def test_a_lead_is_worth_the_steps_that_softmax_needs_for_it():
@@ -67,20 +24,10 @@ def test_a_lead_is_worth_the_steps_that_softmax_needs_for_it():
     assert minus.steps_with_loss(losses, loss(300)) == pytest.approx(300)
 
 
-DATA = Data(stats.read_json(START_JSON)[1])
-MATCHES = json.loads(minus.MATCHES_JSON.read_text())
-
-
-def words_of(page):
-    return " ".join((stats.RESULTS / page).read_text(encoding="utf-8").split()).replace("−", "-")
-
-
-@pytest.mark.parametrize("table", [
-    minus.differences(DATA, minus.SIGN), minus.table_of_others(DATA), minus.table_of_lead(DATA),
-    minus.table_of_matches(MATCHES),
-], ids=["sign", "others", "lead", "matches"])
-def test_the_page_has_the_tables_of_the_data(table):
-    assert " ".join(stats.markdown(table).split()).replace("−", "-") in words_of("minus.md")
+def test_the_page_has_the_tables_of_the_data():
+    for table in minus.parts_of(DATA, OLDER).values():
+        text = stats.markdown(table).replace("−", "-")
+        assert " ".join(text.split()) in words_of("minus.md")
 
 
 def test_numbers_that_stand_in_sentences():
@@ -91,18 +38,10 @@ def test_numbers_that_stand_in_sentences():
     assert f"false: {sign[3]}" in words_of("predictions.md")
 
 
-def test_the_longer_softmax_beside_diff_v2():
-    n_bytes = np.sum(MATCHES["counts"])
-    gains = {name: np.sum(lead, axis=(1, 2)) / n_bytes for name, lead in MATCHES["leads"].items()}
-    less = stats.mean_interval(list(gains["diff_v2"] - gains["longer"]))
-    assert f"lower by {stats.plus_minus(*less)}" in words_of("minus.md")
-
-
 def test_the_tables_of_own_runs(capsys):
     toys.OUT.mkdir(parents=True)
-    _, runs = stats.read_json(START_JSON)
-    for head, n in ("own", 0), ("tied", 2):
-        lines = [json.dumps(run) for run in runs if run["head"] == head]
+    for head, n in ("own", 0), ("tied", 3):
+        lines = [json.dumps(run) for run in RUNS if run["head"] == head]
         (toys.OUT / "runs.jsonl").write_text("\n".join(lines), encoding="utf-8")
         minus.main(["tables"])
         assert capsys.readouterr().out.count("\n| --- ") == n

@@ -1,13 +1,13 @@
-"""start.md, its record, text.md and predictions.md say what start.json says."""
-import json
+"""start.md, its record, text.md and predictions.md say what toys.json says."""
 from statistics import fmean
 
 import pytest
 
 from lab import start, stats, toys
-from lab.toys import USUAL_STD, Cell, Data, Runs
+from lab.toys import AS_DRAWN, Cell, Data, Runs
 
-ABOUT, RUNS = stats.read_json(stats.RESULTS / "start.json")
+RUNS = stats.read_json(toys.TOYS_JSON)[1]
+LOOKS = stats.read_json(stats.RESULTS / "stream.json")[1]
 DATA = Data(RUNS)
 LONGER = dict(text="stdlib", steps=2000)
 LARGER = dict(size="2.7 M")
@@ -17,7 +17,7 @@ def words_of(page):
     return " ".join((stats.RESULTS / page).read_text(encoding="utf-8").split()).replace("−", "-")
 
 
-def less(a, b, std=USUAL_STD, head="own", **where):
+def less(a, b, std=AS_DRAWN, head="own", **where):
     """row a − row b, like "0.123 ± 0.004"."""
     pair = DATA.pair(*(Cell(row, head, **where) for row in (a, b)), std)
     return stats.plus_minus(*stats.difference(*pair))
@@ -64,10 +64,10 @@ def test_runs_that_were_made_on_two_machines(steps, said):
 
 def test_the_size_of_what_attention_adds():
     """In percent, of the first layer before the first step, at both stds."""
-    percent = {(look["row"], look["std"]): 100 * look["shares"][0] for look in ABOUT["stream"]
+    percent = {(look["row"], look["std"]): 100 * look["shares"][0] for look in LOOKS
                if look["step"] == 0}
-    plain = [percent["softmax", std] for std in start.IN_FIGURES]
-    norm = [percent["softmax with a norm", std] for std in start.IN_FIGURES]
+    plain = [percent["softmax", std] for std in start.TWO_STARTS]
+    norm = [percent["softmax with a norm", std] for std in start.TWO_STARTS]
     page = words_of("start.md")
     assert f"adds {plain[0]:.0f} % of the size of the residual stream" in page
     assert (f"with a norm it adds {norm[0]:.0f} % (at std 1, {plain[1]:.0f} % and "
@@ -100,10 +100,10 @@ def test_a_difference_that_stands_in_a_sentence(page, said, a, b, where):
 
 
 def test_other_seeds_that_choose_the_rate():
-    pair = DATA.pair(Cell("diff", "own"), Cell("softmax", "own"), USUAL_STD, lr=2e-3,
+    pair = DATA.pair(Cell("diff", "own"), Cell("softmax", "own"), AS_DRAWN, lr=2e-3,
                      seeds=start.FEW)
     difference = stats.plus_minus(*stats.difference(*pair))
-    assert f"There `diff` is {difference} worse (n = 5)" in words_of("start-record.md")
+    assert f"`diff` is {difference} worse than softmax (n = 5)" in words_of("start.md")
 
 
 def test_the_tables_of_own_runs_hold_these_alone(monkeypatch, capsys):
@@ -119,14 +119,6 @@ def test_the_tables_of_own_runs_hold_these_alone(monkeypatch, capsys):
     assert lines[0].endswith(" | 5 |")
 
 
-def test_new_runs_join_the_published_ones():
+def test_without_runs_there_are_no_tables():
     with pytest.raises(SystemExit, match="there are no runs below"):
         start.main(["tables"])
-    old = vars(Cell("diff", "own")) | dict(std=1.0, lr=1e-3, seed=1, val_loss=2.0, at="CPU")
-    new = [old | dict(val_loss=1.9), old | dict(seed=2)]
-    toys.OUT.mkdir(parents=True)
-    text = "".join(json.dumps(run) + "\n" for run in new)
-    (toys.OUT / "a.jsonl").write_text(text, encoding="utf-8")
-    assert toys.read_runs() == new
-    others = [old | dict(seed=3), old | dict(at="H200")]
-    assert start.joined([old, *others], new) == [new[0], *others, new[1]]

@@ -11,7 +11,7 @@ import torch
 import train
 from data import load_manual
 from lab import stats, toys, train_toys
-from lab.toys import ROWS, USUAL_STD, Cell, Data, Runs
+from lab.toys import ROWS, AS_DRAWN, Cell, Data, Runs
 from model import GPT
 
 torch.set_num_threads(1)
@@ -34,7 +34,7 @@ def tiny(monkeypatch):
 ])
 def test_toys_that_are_trained_at_once_end_as_if_alone(row, head, tiny):
     cell = Cell(row, head)
-    std = 1.0 if head == "own" else USUAL_STD
+    std = 1.0 if head == "own" else AS_DRAWN
     wanted = [(std, 2e-3, 1), (std, 8e-3, 2), (std, 8e-3, 1)]
     alone = Runs(cell, "cpu", at_once=1)
     alone.make("rate", wanted)
@@ -46,7 +46,7 @@ def test_toys_that_are_trained_at_once_end_as_if_alone(row, head, tiny):
 
 def test_an_output_layer_of_its_own_begins_as_the_embedding_does():
     cell = Cell("diff", "own")
-    usual, large = cell.model(USUAL_STD, seed=5), cell.model(1.0, seed=5)
+    usual, large = cell.model(AS_DRAWN, seed=5), cell.model(1.0, seed=5)
     tied = GPT(cell.config(), 5)
     for name, p in tied.state_dict().items():
         assert torch.equal(usual.state_dict()[name], p)
@@ -62,7 +62,7 @@ def test_an_output_layer_of_its_own_begins_as_the_embedding_does():
 
 @pytest.mark.parametrize("row", ROWS)
 def test_all_rows_are_equally_large(row):
-    sizes = [sum(p.numel() for p in Cell(name, "own").model(USUAL_STD, 1).parameters())
+    sizes = [sum(p.numel() for p in Cell(name, "own").model(AS_DRAWN, 1).parameters())
              for name in (row, "softmax")]
     limit = 0.1 if row == "softmax with diff_v2's MLP" else 0.002
     assert sizes[0] == pytest.approx(sizes[1], rel=limit)
@@ -85,8 +85,8 @@ def test_a_rate_is_chosen_inside_of_the_grid_and_no_run_is_made_twice(tiny, monk
 
 def test_a_diverged_run_is_inf(tiny):
     runs = Runs(Cell("softmax", "tied"), "cpu", at_once=1)
-    runs.make("rate", [(USUAL_STD, 1e30, 1), (USUAL_STD, 1e-3, 1)])
-    assert runs.losses[USUAL_STD, 1e30, 1] == np.inf and runs.losses[USUAL_STD, 1e-3, 1] < 6
+    runs.make("rate", [(AS_DRAWN, 1e30, 1), (AS_DRAWN, 1e-3, 1)])
+    assert runs.losses[AS_DRAWN, 1e30, 1] == np.inf and runs.losses[AS_DRAWN, 1e-3, 1] < 6
     line = json.loads(runs.file.read_text().splitlines()[0])
     assert line["val_loss"] == np.inf and line["purpose"] == "rate"
     assert line["at"] == "CPU" and line["commit"] == toys.commit()
@@ -106,10 +106,34 @@ def test_two_cells_are_compared_on_one_machine():
     runs += [run("softmax", "H200", 3)]
     assert list(Data(runs).pair(*cells, 1.0)) == [[3, 4, 9], [3]]
     assert list(Data(runs).pair(*cells, 1.0, lr=1e-3, seeds=(1, 3))) == [[1, 3], [3]]
-    assert list(Data(runs).pair(*cells, USUAL_STD)) == [[], []]
+    assert list(Data(runs).pair(*cells, AS_DRAWN)) == [[], []]
 
 
 # ---- the plan
+
+@pytest.mark.parametrize("cell", [
+    dict(row="dif", head="own"), dict(row="diff", head="own", size="2.7M"),
+    dict(row="diff", head="own", text="Manual"),
+    dict(row="softmax with half the heads", head="own", size="2.7 M"),  # it would have a third
+])
+def test_a_cell_that_is_not_there_is_refused(cell):
+    with pytest.raises(ValueError):
+        Cell(**cell)
+
+
+def test_where_git_is_not_installed_runs_have_no_commit(monkeypatch):
+    toys.commit.cache_clear()
+    monkeypatch.setenv("PATH", "")
+    assert toys.commit() == ""
+    toys.commit.cache_clear()
+
+
+def test_new_runs_join_the_published_ones():
+    old = vars(Cell("diff", "own")) | dict(std=1.0, lr=1e-3, seed=1, val_loss=2.0, at="CPU")
+    new = [old | dict(val_loss=1.9), old | dict(seed=2)]
+    others = [old | dict(seed=3), old | dict(at="H200")]
+    assert train_toys.joined([old, *others], new) == [new[0], *others, new[1]]
+
 
 def test_a_piece_that_is_not_there_is_refused(capsys):
     with pytest.raises(SystemExit):
@@ -120,11 +144,10 @@ def test_a_piece_that_is_not_there_is_refused(capsys):
 def test_the_planned_runs_are_the_published_ones(monkeypatch):
     """With the published losses in place of training the same rates are chosen."""
     published, reported = {}, set()
-    for name in ("text.json", "start.json"):
+    for name in ("text.json", "toys.json"):
         for run in stats.read_json(stats.RESULTS / name)[1]:
-            if run["row"] not in ROWS or run["purpose"] in ("again", "lambda"):
+            if run["text"] == "addresses" or run["purpose"] in ("again", "lambda"):
                 continue
-            run = vars(Cell(run["row"], "tied")) | dict(std=USUAL_STD) | run  # text.json has less
             key = toys.cell_of(run), run["std"], run["lr"], run["seed"]
             published[key] = run["val_loss"]
             if run["purpose"] == "reported":
@@ -138,8 +161,9 @@ def test_the_planned_runs_are_the_published_ones(monkeypatch):
     monkeypatch.setattr(toys, "train_one", look_up)
     train_toys.main(["--device=cpu"])
     unplanned = Counter((cell.row, lr) for cell, _, lr, _ in reported - planned)
-    assert unplanned == {("diff_v2", 2e-3): 40}  # of text.json. Those of start.json have 4e-3
+    assert unplanned == {("diff_v2", 2e-3): 40}  # of text.json. Those of toys.json have 4e-3
     missing = Counter((cell.row, std) for cell, std, _, _ in planned - published.keys())
-    at_1e_3 = ("softmax", "softmax + decay", "linear + decay", "linear, one head of span 4")
+    at_1e_3 = ("softmax", "softmax with decay", "linear with decay",
+               "linear with one head of span 4")
     assert missing == {("diff without its second map", 0.2): 12,  # rates and seeds
-                       **{(row, USUAL_STD): 2 for row in at_1e_3}}
+                       **{(row, AS_DRAWN): 2 for row in at_1e_3}}
