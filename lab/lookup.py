@@ -192,12 +192,14 @@ def border_table(runs):
     """The border of one map at each cap, beside what is predicted."""
     predicted = {"cap τ": "e^τ"}
     found = {"cap τ": "half of the answers are right beside"}
+    plain = {"cap τ": "right without a crowd, %"}
     for tau in CAPS:
         row = "one map" if tau == 2.0 else "border"
         borders = [border(run) for run in runs if (run["row"], run["tau"]) == (row, tau)]
+        plain[f"{tau:g}"] = percent(shares(runs, "own", "0", row=row, tau=tau))
         predicted[f"{tau:g}"] = f"{math.exp(tau):.1f}"
         found[f"{tau:g}"] = f"{min(borders):.1f} to {max(borders):.1f}" if borders else "–"
-    return markdown([predicted, found])
+    return markdown([predicted, found, plain])
 
 
 def lead(runs, more, read, tau):

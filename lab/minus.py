@@ -13,10 +13,10 @@ from statistics import fmean
 import numpy as np
 
 from lab.stats import (
-    RESULTS, difference, line_of_difference, markdown, parser, plus_minus, read_json, renew,
+    RESULTS, difference, difference_text, line_of_difference, markdown, parser, read_json, renew,
 )
 from lab.text import TEXT_JSON
-from lab.toys import AS_DRAWN, FEW, FORTY, TOYS_JSON, Cell, Data, read_runs
+from lab.toys import AS_DRAWN, FEW, FORTY, TOYS_JSON, Cell, Results, read_runs
 
 SIGN = [
     ("diff_v2", "softmax"), ("diff_v2 with a plus", "softmax"), ("diff_v2", "diff_v2 with a plus"),
@@ -25,15 +25,16 @@ SIGN = [
 OTHER_WAYS = [("two gated maps", "softmax"), ("diff_v2", "two gated maps")]
 SUM_TO_1 = [("diff_v2 with rows that sum to 1", "diff_v2 with a plus and rows that sum to 1")]
 LEAD_STEPS = (500, 2000, 8000)
+ON_THE_PAGE = len(SIGN) + len(OTHER_WAYS) + len(SUM_TO_1) + len(LEAD_STEPS)  # differences
 
 
-def differences(data, contrasts, seeds=FORTY):
+def differences(results, contrasts, seeds=FORTY):
     """Differences of rows with a tied output layer, each at its own rate."""
     table = []
     for rows in contrasts:
-        pair = data.pair(*(Cell(row, "tied") for row in rows), AS_DRAWN, seeds=seeds)
+        pair = results.pair(*(Cell(row, "tied") for row in rows), AS_DRAWN, seeds=seeds)
         if all(pair):
-            table.append(line_of_difference(" − ".join(rows), *pair))
+            table.append(line_of_difference(" − ".join(rows), *pair, of=ON_THE_PAGE))
     return table
 
 
@@ -48,12 +49,12 @@ def steps_with_loss(losses, loss):
     return float(np.exp((-b - math.sqrt(b * b - 4 * a * (c - loss))) / (2 * a)))
 
 
-def table_of_lead(data):
+def table_of_lead(results):
     """What diff_v2's lead is worth: the further steps with which softmax would have its loss."""
     pairs = {}  # {steps: losses of diff_v2, losses of softmax}
     for steps in LEAD_STEPS:
         cells = [Cell(row, "tied", "stdlib", steps) for row in ("diff_v2", "softmax")]
-        pairs[steps] = data.pair(*cells, AS_DRAWN)
+        pairs[steps] = results.pair(*cells, AS_DRAWN)
     if not all(a for a, _ in pairs.values()):
         return []
     losses = {steps: fmean(softmax) for steps, (_, softmax) in pairs.items()}
@@ -63,31 +64,31 @@ def table_of_lead(data):
         more = [100 * (steps_with_loss(losses, losses[steps] + lead) / steps - 1)
                 for lead in (mean, mean + half, mean - half)]
         table.append({
-            "steps": f"{steps:,}", "diff_v2 − softmax": plus_minus(mean, half),
+            "steps": f"{steps:,}", "diff_v2 − softmax": difference_text(*pair, of=ON_THE_PAGE),
             "further steps of softmax, %": "{:.0f} ({:.0f} to {:.0f})".format(*more),
             "n": len(pair[0]),
         })
     return table
 
 
-def parts_of(data, older):
+def parts_of(results, older):
     """{name: table} of the page. older: the runs of text.json, for rows that sum to 1."""
     return {
-        "sign": differences(data, SIGN),
-        "others": differences(data, OTHER_WAYS) + differences(older, SUM_TO_1, FEW),
-        "lead": table_of_lead(data),
+        "sign": differences(results, SIGN),
+        "others": differences(results, OTHER_WAYS) + differences(older, SUM_TO_1, FEW),
+        "lead": table_of_lead(results),
     }
 
 
 def print_tables():
-    data = Data(read_runs())
-    for name, table in parts_of(data, data).items():
+    results = Results(read_runs())
+    for name, table in parts_of(results, results).items():
         if table:
             print(f"{name}\n\n{markdown(table)}\n")
 
 
 def publish():
-    parts = parts_of(*(Data(read_json(file)[1]) for file in (TOYS_JSON, TEXT_JSON)))
+    parts = parts_of(*(Results(read_json(file)[1]) for file in (TOYS_JSON, TEXT_JSON)))
     renew(RESULTS / "minus.md", {name: markdown(table) for name, table in parts.items()})
 
 

@@ -119,7 +119,10 @@ def held(arm, number):
 
 
 class Reader(GPT):
-    """One block that reads texts of pairs. held_lambda: a number that takes the place of lambda."""
+    """One block that reads texts of pairs. held_lambda: a number that takes the place of lambda.
+
+    It takes its parts and their start from GPT. load and generate are not for it.
+    """
 
     def __init__(self, run, held_lambda=None):
         config = GPTConfig(

@@ -13,7 +13,7 @@ from statistics import fmean
 from lab import stats
 from lab.stats import RESULTS
 from lab.toys import (
-    AS_DRAWN, AT_EACH_RATE, FEW, RATES, ROW_COLORS, TOYS_JSON, Cell, Data, read_runs,
+    AS_DRAWN, AT_EACH_RATE, FEW, RATES, ROW_COLORS, TOYS_JSON, Cell, Results, read_runs,
 )
 
 STARTS = (AS_DRAWN, 0.2, 1.0)  # the embedding's std, at its start
@@ -109,21 +109,20 @@ def cells_of(rows, **where):
     return [Cell(row, "own", **where) for row in rows]
 
 
-def measured(data):
+def measured(results):
     """{what is compared: the losses of both} of all lines that have three seeds or more."""
     pairs = {}
     for line in LINES:
         for std in line.stds:
             which = {} if line.lr is None else dict(lr=line.lr, seeds=FEW)
-            pair = data.pair(*cells_of(line.rows, **WHERE[line.setting]), std, **which)
+            pair = results.pair(*cells_of(line.rows, **WHERE[line.setting]), std, **which)
             if min(map(len, pair)) >= 3:
                 pairs[line.where(std)] = pair
     return pairs
 
 
 def tables_of_differences(pairs):
-    """{name: a table} of what was measured. A difference is bold if it is sure: see lab/README."""
-    level = 1 - 0.05 / max(len(pairs), 1)  # by Bonferroni
+    """{name: a table} of what was measured."""
     tables = {}
     for line in LINES:
         cells = {f"std {std:g}": "" for std in line.stds}
@@ -131,9 +130,7 @@ def tables_of_differences(pairs):
         for std in line.stds:
             if line.where(std) in pairs:
                 a, b = pairs[line.where(std)]
-                text = stats.plus_minus(*stats.difference(a, b))
-                mean, half = stats.difference(a, b, level)
-                cells[f"std {std:g}"] = f"**{text}**" if abs(mean) > half else text
+                cells[f"std {std:g}"] = stats.difference_text(a, b, of=len(pairs))
                 ns.add(min(len(a), len(b)))
         if ns:
             n = ", ".join(map(str, sorted(ns, reverse=True)))
@@ -141,39 +138,39 @@ def tables_of_differences(pairs):
     return tables
 
 
-def line_of_softmax(data):
+def line_of_softmax(results):
     """Its losses, with which all other arms are compared."""
     line = {"arm": "softmax: its loss", "maps": 1, "heads": 4, "norm": "", "factor": ""}
     for std in STARTS:
-        losses = data.losses(Cell("softmax", "own"), std)
+        losses = results.losses(Cell("softmax", "own"), std)
         line[f"std {std:g}"] = f"{fmean(losses):.3f}" if losses else ""
     return line | {"n": ""}
 
 
-def table_of_rates(data):
+def table_of_rates(results):
     """What one would see who tried one rate."""
     table = []
     for std in TWO_STARTS:
         for rows in ("diff", "softmax"), ("softmax with a norm", "softmax"):
             line = {}
             for lr in RATES:
-                a, b = data.pair(*cells_of(rows), std, lr=lr, seeds=FEW)
+                a, b = results.pair(*cells_of(rows), std, lr=lr, seeds=FEW)
                 line[f"{lr:g}"] = stats.plus_minus(*stats.difference(a, b), digits=2) if a else ""
             if any(line.values()):
                 table.append({"start": f"std {std:g}", "difference": words(rows)} | line)
     return table
 
 
-def parts_of(data):
+def parts_of(results):
     """{name: text} of the tables of both pages, as far as there are runs for them."""
-    tables = tables_of_differences(measured(data))
+    tables = tables_of_differences(measured(results))
     if "parts" in tables:
-        tables["parts"].insert(0, line_of_softmax(data))
-    tables["rates"] = table_of_rates(data)
+        tables["parts"].insert(0, line_of_softmax(results))
+    tables["rates"] = table_of_rates(results)
     return {name: stats.markdown(table) for name, table in tables.items() if table}
 
 
-def draw_rates(data, path):
+def draw_rates(results, path):
     """Val loss against the rate, a panel for each start. Rings: the rates that were chosen."""
     figure, axes = stats.new_figure(1, 2, width=9, height=5.5)
     for ax, std in zip(axes, TWO_STARTS):
@@ -182,11 +179,11 @@ def draw_rates(data, path):
             color = ROW_COLORS[row]
             means = {}
             for lr in RATES:
-                losses = data.losses(cell, std, lr=lr, seeds=FEW)
+                losses = results.losses(cell, std, lr=lr, seeds=FEW)
                 means[lr] = fmean(losses)
                 ax.plot([lr] * len(losses), losses, "o", color=color, alpha=0.4)
             ax.plot(means.keys(), means.values(), color=color, linewidth=3, label=row)
-            chosen = data.reported(cell, std)[0]["lr"]
+            chosen = results.runs(cell, std)[0]["lr"]
             ax.plot(chosen, means[chosen], "o", markersize=16, markeredgewidth=3,
                     markeredgecolor=color, markerfacecolor="none")
         ax.set(xscale="log", title=f"embedding's std {std:g}", ylim=(1.47, 2.15))
@@ -199,17 +196,17 @@ def draw_rates(data, path):
 
 
 def print_tables():
-    for name, text in parts_of(Data(read_runs())).items():
+    for name, text in parts_of(Results(read_runs())).items():
         print(f"{name}\n\n{text}\n")
 
 
 def publish():
-    data = Data(stats.read_json(TOYS_JSON)[1])
-    parts = parts_of(data)
+    results = Results(stats.read_json(TOYS_JSON)[1])
+    parts = parts_of(results)
     record = {name: parts.pop(name) for name in ON_RECORD}
     stats.renew(RESULTS / "start-record.md", record)
     stats.renew(RESULTS / "start.md", parts)
-    draw_rates(data, RESULTS / "start-rates.png")
+    draw_rates(results, RESULTS / "start-rates.png")
 
 
 def main(argv=None):

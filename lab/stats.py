@@ -63,10 +63,20 @@ def plus_minus(mean, half, digits=3):
     return text if math.isnan(half) else f"{text} ± {half:.{digits}f}"
 
 
-def line_of_difference(name, a, b):
-    """A line of a table: the difference of two lists of losses, and n."""
+def difference_text(a, b, of):
+    """The difference of two lists of losses, like "0.123 ± 0.004", and bold if it is sure.
+
+    It is sure if its interval excludes 0 after a correction for all differences of the page, of
+    which there are so many (Bonferroni).
+    """
     text = plus_minus(*difference(a, b))
-    return {"difference": name, "val loss": text, "n": min(len(a), len(b))}
+    mean, half = difference(a, b, level=1 - 0.05 / of)
+    return f"**{text}**" if abs(mean) > half else text
+
+
+def line_of_difference(name, a, b, of):
+    """A line of a table: the difference of two lists of losses, and n. of: see above."""
+    return {"difference": name, "val loss": difference_text(a, b, of), "n": min(len(a), len(b))}
 
 
 def markdown(rows):

@@ -15,7 +15,7 @@ import torch
 from data import load_sequences
 from lab import stats
 from lab.maps import layers
-from lab.toys import AS_DRAWN, AT_EACH_RATE, ROW_COLORS, Cell, load_text, train_one
+from lab.toys import AS_DRAWN, AT_EACH_RATE, ROW_COLORS, Cell, text_of, train_one
 
 STDS = (AS_DRAWN, 1.0)
 RATE = 4e-3  # of all six: their own rate
@@ -36,7 +36,7 @@ def shares_of(model, idx):
 def measure():
     """[{row, std, step, shares}] of six models, seed 3."""
     looks = []
-    _, val = load_text("manual")
+    _, val = text_of("manual")
     idx = load_sequences(val, range(16), 256)[:, :-1]
 
     def look(row, std, step, model):

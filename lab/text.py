@@ -12,7 +12,7 @@ The rows are those of lab/toys.py, with tied embeddings. `python -m lab.train_to
 --pieces="text; v2"` trains them. The published runs are older, and from a CPU.
 """
 from lab import stats
-from lab.toys import AS_DRAWN, FEW, FORTY, THREE_SEEDS, Cell, Data, read_runs
+from lab.toys import AS_DRAWN, FEW, FORTY, THREE_SEEDS, Cell, Results, read_runs
 
 TEXT_JSON = stats.RESULTS / "text.json"
 # a larger model on another text, "one size up". text.md has the command of these runs
@@ -67,13 +67,13 @@ COMPARISONS = {
 }
 
 
-def pairs_of(data, place):
+def pairs_of(results, place):
     """[(name, losses of the row, losses of the other)] of a table, as far as there are runs."""
     where = ONE_SIZE_UP if place == ("text.md", "addresses") else {}
     found = []
     for row, base, seeds in COMPARISONS[place]:
         cells = [Cell(name, "tied", **where) for name in (row, base)]
-        pair = data.pair(*cells, AS_DRAWN, seeds=seeds)
+        pair = results.pair(*cells, AS_DRAWN, seeds=seeds)
         if all(pair):
             found.append((f"{row} − {base}", *pair))
     return found
@@ -89,16 +89,14 @@ def how_sure(pairs):
             "their number (Bonferroni).")
 
 
-def parts_of(data):
+def parts_of(results):
     """{page: {name of a part: its text}}: what is made of the runs."""
+    pairs_at = {place: pairs_of(results, place) for place in COMPARISONS}
+    all_pairs = [pair for pairs in pairs_at.values() for pair in pairs]
     parts = {"text.md": {}, "linear.md": {}}
-    all_pairs = []
-    for place in COMPARISONS:
-        pairs = pairs_of(data, place)
-        all_pairs += pairs
+    for (page, name), pairs in pairs_at.items():
         if pairs:
-            page, name = place
-            lines = [stats.line_of_difference(*pair) for pair in pairs]
+            lines = [stats.line_of_difference(*pair, of=len(all_pairs)) for pair in pairs]
             parts[page][name] = stats.markdown(lines)
     if all_pairs:
         parts["text.md"]["sure"] = how_sure(all_pairs)
@@ -106,14 +104,14 @@ def parts_of(data):
 
 
 def print_tables():
-    for parts in parts_of(Data(read_runs())).values():
+    for page, parts in parts_of(Results(read_runs())).items():
         for name, text in parts.items():
-            print(f"{name}\n\n{text}\n")
+            print(f"{page}: {name}\n\n{text}\n")
 
 
 def publish():
     _, runs = stats.read_json(TEXT_JSON)
-    for page, parts in parts_of(Data(runs)).items():
+    for page, parts in parts_of(Results(runs)).items():
         stats.renew(stats.RESULTS / page, parts)
 
 

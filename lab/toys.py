@@ -10,7 +10,6 @@ import json
 import math
 import subprocess
 import sysconfig
-from collections import Counter
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -112,7 +111,9 @@ class Cell:
     size: str = "0.8 M"  # or "2.7 M" parameters
 
     def __post_init__(self):
-        if self.size not in SIZES or self.text not in EVAL_TOKENS or self.row not in ROWS:
+        known = (self.row in ROWS and self.head in ("own", "tied") and self.text in EVAL_TOKENS
+                 and self.size in SIZES)
+        if not known:
             raise ValueError(f"there is no {self}")
         twice = SIZES[self.size].keys() & ROWS[self.row].keys()
         if twice:
@@ -140,7 +141,7 @@ def together(row, head, size, device):
 
 
 @lru_cache
-def load_text(name):
+def text_of(name):
     """(train, val) as bytes: Python's manual, or the .py files of its standard library."""
     if name == "manual":
         return load_manual()
@@ -160,7 +161,7 @@ def load_text(name):
 @lru_cache
 def text_hash(name):
     """That of the text's bytes, as in a log of train.py: the manual is that of the Python here."""
-    return train.hash_of(*load_text(name))
+    return train.hash_of(*text_of(name))
 
 
 # ---- the runs
@@ -188,7 +189,7 @@ def train_one(cell, std, rate, seed, look=None):
     look(step, model) is called before each step, and after the last one.
     """
     config = replace(cell.config(), lr=rate, seed=seed, device="cpu")
-    data, val = load_text(cell.text)
+    data, val = text_of(cell.text)
     model = cell.model(std, seed)
     optimizer = train.make_optimizer(model, config)
     for step in range(config.steps):
@@ -209,8 +210,9 @@ class Runs:
         self.file = OUT / f"{name}.jsonl".replace(" ", "_").replace(",", "").replace("'", "")
         self.losses = {}  # {(std, rate, seed): val loss}
         if self.file.exists():
+            place = machine(device), text_hash(cell.text)
             for run in read_lines(self.file):
-                if run["at"] == machine(device):
+                if (run["at"], run["data_hash"]) == place:
                     self.losses[run["std"], run["lr"], run["seed"]] = run["val_loss"]
 
     def make(self, purpose, wanted):
@@ -242,7 +244,7 @@ class Runs:
         stds, rates, seeds = zip(*padded)
         models = [self.cell.model(std, seed) for std, seed in zip(stds, seeds)]
         trainer = together(self.cell.row, self.cell.head, self.cell.size, self.device)
-        text = load_text(self.cell.text)
+        text = text_of(self.cell.text)
         losses, _ = trainer.train(models, rates, seeds, self.cell.config(), *text)
         return losses[: len(group)]
 
@@ -278,40 +280,49 @@ def cell_of(run):
     return Cell(**{field.name: run[field.name] for field in fields(Cell)})
 
 
-class Data:
-    """The losses of runs, by machine, cell and the embedding's start."""
+class Results:
+    """Runs by cell, the embedding's start, and place.
+
+    A place is a machine and the hash of a text. (The published runs have no hash.)
+    """
 
     def __init__(self, runs):
-        self.groups = {}  # {(machine, cell, std): runs}
+        self.groups = {}  # {(cell, std): {place: runs}}
         for run in runs:
-            self.groups.setdefault((run["at"], cell_of(run), run["std"]), []).append(run)
-        at = Counter(run["at"] for run in runs)
-        self.machines = [machine for machine, _ in at.most_common()]
+            places = self.groups.setdefault((cell_of(run), run["std"]), {})
+            places.setdefault((run["at"], run.get("data_hash")), []).append(run)
 
-    def reported(self, cell, std, at=None):
-        """The runs at the cell's own rate, of the seeds that did not choose it.
+    def at(self, cell, std, lr=None, seeds=None):
+        """{place: runs} of those that are reported, or with lr of those at this rate.
 
-        at: a machine. None: the one with most runs.
+        seeds: of these alone.
         """
-        runs = self.groups.get((at or self.machines[0], cell, std), [])
-        return [run for run in runs if run["purpose"] == "reported"]
+        found = {}
+        for place, runs in self.groups.get((cell, std), {}).items():
+            found[place] = [
+                run for run in runs
+                if (run["purpose"] == "reported" if lr is None else run["lr"] == lr)
+                and (seeds is None or run["seed"] in seeds)
+            ]
+        return found
 
-    def losses(self, cell, std, at=None, lr=None, seeds=None):
-        """The losses that are reported, or with lr those at this rate. seeds: of these alone."""
-        if lr is None:
-            runs = self.reported(cell, std, at)
-        else:
-            runs = self.groups.get((at or self.machines[0], cell, std), [])
-            runs = [run for run in runs if run["lr"] == lr]
-        return [run["val_loss"] for run in runs if seeds is None or run["seed"] in seeds]
+    def runs(self, cell, std, **which):
+        """The runs at the place that has most of them. which: see at."""
+        return max(self.at(cell, std, **which).values(), key=len, default=[])
+
+    def losses(self, cell, std, **which):
+        """The losses at the place that has most of them. which: see at."""
+        return [run["val_loss"] for run in self.runs(cell, std, **which)]
 
     def pair(self, a, b, std, **which):
-        """The losses of two cells on one machine, the one with most runs of those that have both.
+        """The losses of two cells at one place: the one that has most runs of both.
 
-        which: see losses. ([], []) if no machine has both.
+        which: see at. ([], []) if no place has both.
         """
-        for at in self.machines:
-            pair = [self.losses(cell, std, at, **which) for cell in (a, b)]
-            if all(pair):
-                return pair
-        return [], []
+        found_a = self.at(a, std, **which)
+        found_b = self.at(b, std, **which)
+        places = [place for place in found_a if place in found_b]
+        if not places:
+            return [], []
+        best = max(places, key=lambda place: min(len(found_a[place]), len(found_b[place])))
+        return tuple([run["val_loss"] for run in found[best]] for found in (found_a, found_b))

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from lab import minus, stats, toys
-from lab.toys import Data
+from lab.toys import Results
 
 RUNS = stats.read_json(toys.TOYS_JSON)[1]
-DATA = Data(RUNS)
-OLDER = Data(stats.read_json(minus.TEXT_JSON)[1])
+RESULTS = Results(RUNS)
+OLDER = Results(stats.read_json(minus.TEXT_JSON)[1])
 
 
 def words_of(page):
@@ -25,14 +25,15 @@ def test_a_lead_is_worth_the_steps_that_softmax_needs_for_it():
 
 
 def test_the_page_has_the_tables_of_the_data():
-    for table in minus.parts_of(DATA, OLDER).values():
+    for table in minus.parts_of(RESULTS, OLDER).values():
         text = stats.markdown(table).replace("−", "-")
         assert " ".join(text.split()) in words_of("minus.md")
 
 
 def test_numbers_that_stand_in_sentences():
-    sign = [line["val loss"] for line in minus.differences(DATA, minus.SIGN)]
-    two_gates = minus.differences(DATA, [("two gated maps", "diff_v2")])[0]["val loss"]
+    contrasts = [*minus.SIGN, ("two gated maps", "diff_v2")]
+    *sign, two_gates = (line["val loss"].strip("*")
+                        for line in minus.differences(RESULTS, contrasts))
     assert f"A₂, are {two_gates} worse than `diff_v2`" in words_of("minus.md")
     assert f"both false: {sign[2]}, {two_gates}" in words_of("predictions.md")
     assert f"false: {sign[3]}" in words_of("predictions.md")

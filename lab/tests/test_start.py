@@ -4,11 +4,11 @@ from statistics import fmean
 import pytest
 
 from lab import start, stats, toys
-from lab.toys import AS_DRAWN, Cell, Data, Runs
+from lab.toys import AS_DRAWN, Cell, Results, Runs
 
 RUNS = stats.read_json(toys.TOYS_JSON)[1]
 LOOKS = stats.read_json(stats.RESULTS / "stream.json")[1]
-DATA = Data(RUNS)
+RESULTS = Results(RUNS)
 LONGER = dict(text="stdlib", steps=2000)
 LARGER = dict(size="2.7 M")
 
@@ -19,26 +19,26 @@ def words_of(page):
 
 def less(a, b, std=AS_DRAWN, head="own", **where):
     """row a − row b, like "0.123 ± 0.004"."""
-    pair = DATA.pair(*(Cell(row, head, **where) for row in (a, b)), std)
+    pair = RESULTS.pair(*(Cell(row, head, **where) for row in (a, b)), std)
     return stats.plus_minus(*stats.difference(*pair))
 
 
 def test_the_pages_have_the_tables_of_the_data():
-    for name, part in start.parts_of(DATA).items():
+    for name, part in start.parts_of(RESULTS).items():
         page = "start-record.md" if name in start.ON_RECORD else "start.md"
         assert " ".join(part.split()).replace("−", "-") in words_of(page)
-    n = len(start.measured(DATA))
+    n = len(start.measured(RESULTS))
     assert f"corrected for the {n} differences" in words_of("start.md")
 
 
 def test_the_low_rate():
-    at_low = DATA.losses(Cell("softmax", "own"), 1.0, lr=start.LOW, seeds=start.FEW)
-    cost = fmean(at_low) - fmean(DATA.losses(Cell("softmax", "own"), 1.0))
+    at_low = RESULTS.losses(Cell("softmax", "own"), 1.0, lr=start.LOW, seeds=start.FEW)
+    cost = fmean(at_low) - fmean(RESULTS.losses(Cell("softmax", "own"), 1.0))
     assert f"0.0005, softmax is {cost:.2f} worse than at its own rate" in words_of("start.md")
     leads = []
     for row in ("diff", "softmax with a norm"):
         for where in (LONGER, LARGER):
-            pair = DATA.pair(Cell("softmax", "own", **where), Cell(row, "own", **where), 1.0,
+            pair = RESULTS.pair(Cell("softmax", "own", **where), Cell(row, "own", **where), 1.0,
                              lr=start.LOW, seeds=(1, 2))
             leads.append(f"{fmean(pair[0]) - fmean(pair[1]):.3f}")
     said = ("`diff` is better in longer runs and in a larger model, too: {} better than softmax "
@@ -72,7 +72,7 @@ def test_the_size_of_what_attention_adds():
     assert f"adds {plain[0]:.0f} % of the size of the residual stream" in page
     assert (f"with a norm it adds {norm[0]:.0f} % (at std 1, {plain[1]:.0f} % and "
             f"{norm[1]:.0f} %)") in page
-    assert f"brings this to {0.2 * norm[0]:.0f} % and {0.2 * norm[1]:.0f} %" in page
+    assert f"by arithmetic, to {0.2 * norm[0]:.0f} % and {0.2 * norm[1]:.0f} %" in page
 
 
 ONE_MAP = "diff without its second map"
@@ -100,7 +100,7 @@ def test_a_difference_that_stands_in_a_sentence(page, said, a, b, where):
 
 
 def test_other_seeds_that_choose_the_rate():
-    pair = DATA.pair(Cell("diff", "own"), Cell("softmax", "own"), AS_DRAWN, lr=2e-3,
+    pair = RESULTS.pair(Cell("diff", "own"), Cell("softmax", "own"), AS_DRAWN, lr=2e-3,
                      seeds=start.FEW)
     difference = stats.plus_minus(*stats.difference(*pair))
     assert f"`diff` is {difference} worse than softmax (n = 5)" in words_of("start.md")

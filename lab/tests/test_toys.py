@@ -11,7 +11,7 @@ import torch
 import train
 from data import load_manual
 from lab import stats, toys, train_toys
-from lab.toys import ROWS, AS_DRAWN, Cell, Data, Runs
+from lab.toys import AS_DRAWN, ROWS, Cell, Results, Runs
 from model import GPT
 
 torch.set_num_threads(1)
@@ -93,26 +93,43 @@ def test_a_diverged_run_is_inf(tiny):
     assert line["data_hash"] == train.hash_of(*load_manual())
 
 
-def test_two_cells_are_compared_on_one_machine():
-    def run(row, at, seed, purpose="reported"):
+def test_two_cells_are_compared_at_one_place():
+    """On one machine, and one text."""
+    def run(row, place, seed, purpose="reported"):
+        at, data_hash = place
         return vars(Cell(row, "own")) | dict(std=1.0, lr=1e-3, seed=seed, at=at, purpose=purpose,
-                                             val_loss=seed + 0.5 * (at == "CPU"))
+                                             val_loss=seed + 0.5 * (at == "CPU"),
+                                             data_hash=data_hash)
 
-    runs = [run("diff", "H200", 1, "rate"), *(run("diff", "H200", seed) for seed in (3, 4, 9))]
-    runs += [run("diff", "CPU", seed) for seed in (3, 4)]
-    runs += [run("softmax", "CPU", 1, "rate"), run("softmax", "CPU", 3)]
+    gpu, cpu, other_text = ("H200", "a"), ("CPU", "a"), ("H200", "b")
+    runs = [run("diff", gpu, 1, "rate"), *(run("diff", gpu, seed) for seed in (3, 4, 9))]
+    runs += [run("diff", cpu, seed) for seed in (3, 4)]
+    runs += [run("softmax", cpu, 1, "rate"), run("softmax", cpu, 3)]
+    runs += [run("softmax", other_text, seed) for seed in (3, 4)]
     cells = Cell("diff", "own"), Cell("softmax", "own")
-    assert list(Data(runs).pair(*cells, 1.0)) == [[3.5, 4.5], [3.5]]
-    runs += [run("softmax", "H200", 3)]
-    assert list(Data(runs).pair(*cells, 1.0)) == [[3, 4, 9], [3]]
-    assert list(Data(runs).pair(*cells, 1.0, lr=1e-3, seeds=(1, 3))) == [[1, 3], [3]]
-    assert list(Data(runs).pair(*cells, AS_DRAWN)) == [[], []]
+    assert Results(runs).pair(*cells, 1.0) == ([3.5, 4.5], [3.5])
+    runs += [run("softmax", gpu, seed) for seed in (3, 4)]
+    assert Results(runs).pair(*cells, 1.0) == ([3, 4, 9], [3, 4])
+    assert Results(runs).pair(*cells, 1.0, lr=1e-3, seeds=(1, 3)) == ([1, 3], [3])
+    assert Results(runs).pair(*cells, AS_DRAWN) == ([], [])
+    assert Results(runs).losses(cells[0], 1.0) == [3, 4, 9]
+
+
+def test_runs_of_another_text_are_made_again(tiny, monkeypatch):
+    monkeypatch.setattr(toys, "train_one", lambda *run: 1.0)
+    for data_hash in ("a", "b"):
+        monkeypatch.setattr(toys, "text_hash", lambda name, text=data_hash: text)
+        runs = Runs(Cell("diff", "own"), "cpu", 1)
+        assert runs.losses == {}
+        runs.make("rate", [(1.0, 1e-3, 1)])
+    assert len(runs.file.read_text().splitlines()) == 2
 
 
 # ---- the plan
 
 @pytest.mark.parametrize("cell", [
-    dict(row="dif", head="own"), dict(row="diff", head="own", size="2.7M"),
+    dict(row="dif", head="own"), dict(row="diff", head="Own"),
+    dict(row="diff", head="own", size="2.7M"),
     dict(row="diff", head="own", text="Manual"),
     dict(row="softmax with half the heads", head="own", size="2.7 M"),  # it would have a third
 ])
@@ -126,13 +143,6 @@ def test_where_git_is_not_installed_runs_have_no_commit(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert toys.commit() == ""
     toys.commit.cache_clear()
-
-
-def test_new_runs_join_the_published_ones():
-    old = vars(Cell("diff", "own")) | dict(std=1.0, lr=1e-3, seed=1, val_loss=2.0, at="CPU")
-    new = [old | dict(val_loss=1.9), old | dict(seed=2)]
-    others = [old | dict(seed=3), old | dict(at="H200")]
-    assert train_toys.joined([old, *others], new) == [new[0], *others, new[1]]
 
 
 def test_a_piece_that_is_not_there_is_refused(capsys):
