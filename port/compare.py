@@ -10,7 +10,7 @@ EXACT = 5e-6  # a fit that is nearer than this gets no better in float32
 
 
 def ours(parts, reading):
-    """w of port/paper.py, made of the parts of their weights. See Port.draw."""
+    """w of port/paper.py, made of the parts of their weights. See Filled."""
     w = paper.Weights(
         version=reading.version,
         h=reading.heads,
@@ -56,17 +56,17 @@ class Draw:
     """One draw of the port's weights, with the port's output for it, and our layer's."""
 
     def __init__(self, port, reading, seen, way, order, seed, flat):
-        parts = port.draw(order, seed, flat, without=seen.unused_norms)
+        filled = port.draw(order, seed, flat, without=seen.unused_norms)
         self.way = way
         self.order = order
         self.is_flat = flat
         self.x = seen.x.double()
-        self.y = port.run(way.arguments, seen.x).detach().double()
+        self.y = filled.run(way.arguments, seen.x).detach().double()
         self.size = self.y.abs().max().clamp(min=1e-30)
         self.projections = {}  # q, k and v, by the steps that make them
         self.flat_heads = {}  # the heads' outputs, by the steps that make them where maps are flat
         try:
-            self.w = ours(parts, reading)
+            self.w = ours(filled.parts, reading)
         except (RuntimeError, ValueError, IndexError, ZeroDivisionError):
             self.w = None  # the weights do not have the sizes of such a layer
 

@@ -50,11 +50,11 @@ def in_a_longer_text(port, found, seen):
 
 def compare(port, found, seen, x, arguments, lambdas=None):
     """(how far the tokens of port and ours are apart, (B, T), or None where it does not run; w)."""
-    parts = port.draw(found.draw.order, without=seen.unused_norms, lambdas=lambdas)
-    w = ours(parts, found.reading)
+    filled = port.draw(found.draw.order, without=seen.unused_norms, lambdas=lambdas)
+    w = ours(filled.parts, found.reading)
     for number in FITTED:
         setattr(w, number, getattr(found.w, number))
-    y = port.run(arguments, x)
+    y = filled.run(arguments, x)
     if y is None or not y.isfinite().all():
         return None, w
     return apart(y.double(), paper.layer(x.double(), w, found.steps)), w

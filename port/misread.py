@@ -7,6 +7,7 @@ import torch
 from port import given, outside
 from port.roles import VECTORS, in_short
 from port.search import Search
+from port.theirs import Filled
 
 A_LITTLE = 2  # seconds of one core for each other reading
 CHECK = "Are n_head, version and names right?"
@@ -14,12 +15,10 @@ CHECK = "Are n_head, version and names right?"
 
 def is_a_block(port, way, x):
     """A sentence, if the layer gives something even where all its matrices are 0. Else ""."""
-    port.draw()
     without_matrices = {}
-    for name, weight in port.drawn.items():
+    for name, weight in port.draw().weights.items():
         without_matrices[name] = torch.zeros_like(weight) if weight.ndim > 1 else weight
-    port.use(without_matrices)
-    y = port.run(way.arguments, x)
+    y = Filled(port, without_matrices).run(way.arguments, x)
     if y is None or not y.isfinite().all() or y.abs().max() < 1e-6:
         return ""
     lambdas = [name for name, role in port.roles.items() if role.startswith("lambda")]
@@ -45,7 +44,8 @@ def what_does_not_fit(port, C):
     if missing:
         all_sizes = sizes_in_words(port, port.weights)
         return f"{all_sizes}. Not found were: {', '.join(missing)}. {CHECK}"
-    for role, expected in misfits(port.draw(given.orders(port.fused, said.heads)[0]), said, C):
+    parts = port.draw(given.orders(port.fused, said.heads)[0]).parts
+    for role, expected in misfits(parts, said, C):
         names = [name for name, its in port.roles.items()
                  if role in (its, *port.vectors_in.get(name, []))
                  or re.fullmatch("[qkv]+", its) and role in its]
@@ -65,7 +65,7 @@ def sizes_in_words(port, names):
 def misfits(parts, said, C):
     """(role, the shape that is expected) of what can't be, the cause first.
 
-    parts: {role: [part, ...]} as Port.draw gives them.
+    parts: {role: [part, ...]}, see Filled.
     """
     h = said.heads
     key_maps = 2 if said.version == 1 else 1
@@ -92,7 +92,7 @@ def misfits(parts, said, C):
 def other_reading(port):
     """(Reading, why) for which sizes of weights speak, against what was said. Else (None, "")."""
     said = port.said
-    parts = port.draw(given.orders(port.fused, said.heads)[0])
+    parts = port.draw(given.orders(port.fused, said.heads)[0]).parts
     rows = sum(len(part) for part in parts["q"])
     names = {role: name for name, role in port.roles.items()}
     vector = names.get("lambda_q1") or names.get("lambdas")
@@ -117,7 +117,7 @@ def better_reading(port, seen, clock):
     reading, why = other_reading(port)
     if reading and Search(port, reading, seen, clock, A_LITTLE).run():
         return f"is version = {reading.version}, n_head = {reading.n_head} meant? {why}."
-    if not port.said.causal and not outside.sees_the_last_token(port, seen):
+    if not port.said.causal and not outside.sees_the_last_token(seen):
         causal = replace(port.said, causal=True)
         if Search(port, causal, seen, clock, A_LITTLE).run():
             return "is causal = True meant? No token sees a later one."

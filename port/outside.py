@@ -7,6 +7,7 @@ import torch
 
 from port import given
 from port.roles import in_short
+from port.theirs import Filled
 
 LONGER = (272, 136, 34)  # tokens. Layers that work in pieces have pieces of 16 to 256
 TOLERANCE = 1e-5  # of the largest output. float32 makes 2e-6
@@ -19,19 +20,19 @@ def apart(a, b):
     return ((a - b).abs().amax(-1) / b.abs().max()).detach()
 
 
-def rounding(port, way, x):
+def rounding(filled, way, x):
     """How far the layer's own rounding moves its output, relative to the largest number of it.
 
     For a smooth f, f(x + dx) + f(x - dx) is 2 f(x), but for a millionth.
     What is left of the sum of both is rounding: 1e-6 in float32, 1e-3 where it casts to float16.
     """
-    y = port.run(way.arguments, x)
-    if not y.isfinite().all() or not torch.equal(port.run(way.arguments, x), y):
+    y = filled.run(way.arguments, x)
+    if not y.isfinite().all() or not torch.equal(filled.run(way.arguments, x), y):
         return 0.0
     found = []
     for seed in range(5):
         dx = 3e-4 * x * torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
-        ahead, back = port.run(way.arguments, x + dx), port.run(way.arguments, x - dx)
+        ahead, back = filled.run(way.arguments, x + dx), filled.run(way.arguments, x - dx)
         found.append(apart(ahead + back, 2 * y).max().item())
     return sorted(found)[2]  # the median: a kink, as of a relu, shows in few of them
 
@@ -40,7 +41,8 @@ def rounding(port, way, x):
 class Seen:
     """What looking at a layer from outside has found."""
 
-    x: torch.Tensor  # the text for which it was looked at
+    filled: Filled  # the port with the weights for which it was looked at
+    x: torch.Tensor  # and the text
     ways: list  # those ways to call the layer in which least is wrong
     tolerance: float  # what is nearer than this counts as equal, relative to the largest output
     mistakes: dict  # {name of a mistake: detail}
@@ -59,8 +61,9 @@ def look(port, x, ways):
 
     Some ways give a mask, and some none, so the ones in which least is wrong are meant.
     """
-    tolerance = max(TOLERANCE, 4 * rounding(port, ways[0], x))
-    found = [look_in_one_way(port, Seen(x, [way], tolerance, {})) for way in ways]
+    filled = port.draw()
+    tolerance = max(TOLERANCE, 4 * rounding(filled, ways[0], x))
+    found = [look_in_one_way(port, Seen(filled, x, [way], tolerance, {})) for way in ways]
     best = min(found, key=lambda seen: len(seen.mistakes))
     ways = [seen.ways[0] for seen in found if len(seen.mistakes) == len(best.mistakes)]
     best = replace(best, ways=ways)
@@ -68,17 +71,16 @@ def look(port, x, ways):
         best = replace(best, mistakes=look_further(port, best) | best.mistakes)
     if best.rounds and best.mistakes.keys().isdisjoint(NOT_SOUND):
         best = replace(best, mistakes=overflow(port, best) | best.mistakes)
-    port.draw()
-    return replace(best, uses_order=any(uses_order(port, best, way) for way in best.ways))
+    return replace(best, uses_order=any(uses_order(best, way) for way in best.ways))
 
 
 def look_in_one_way(port, seen):
     """Seen, of a layer that is called in the only way of seen."""
     x, way = seen.x, seen.ways[0]
-    y = port.run(way.arguments, x)
+    y = seen.filled.run(way.arguments, x)
     if not y.isfinite().all():
         return replace(seen, mistakes={"NaN": ""})
-    if apart(port.run(way.arguments, x), y).max() > seen.tolerance:
+    if apart(seen.filled.run(way.arguments, x), y).max() > seen.tolerance:
         return replace(seen, mistakes={"random": ""})
     mistakes = look_at_tokens(port, seen, y)
     dead = dead_weights(port, way, x)
@@ -103,9 +105,9 @@ def look_at_tokens(port, seen, y):
     for i in range(T):
         other = x.clone()
         other[0, i] = x[1, i]
-        moved[i] = apart(port.run(way.arguments, other), y)
+        moved[i] = apart(seen.filled.run(way.arguments, other), y)
     later, earlier = moved[:, 0].triu(1), moved[:, 0].tril(-1)  # than the changed token
-    prefix = port.run(way.arguments, x[:, : T // 2])
+    prefix = seen.filled.run(way.arguments, x[:, : T // 2])
     found = {}
     if port.said.causal and earlier.max() > seen.tolerance:
         i, j = divmod(earlier.argmax().item(), T)
@@ -123,25 +125,26 @@ def look_at_tokens(port, seen, y):
     return found
 
 
-def sees_the_last_token(port, seen):
+def sees_the_last_token(seen):
     """Whether earlier outputs depend on the last token, in any way to call the layer."""
     other = seen.x.clone()
     other[:, -1] = other[:, -1].flip(0)
     for way in seen.ways:
-        moved = apart(port.run(way.arguments, other), port.run(way.arguments, seen.x))
+        moved = apart(seen.filled.run(way.arguments, other),
+                      seen.filled.run(way.arguments, seen.x))
         if moved[:, :-1].max() > seen.tolerance:
             return True
     return False
 
 
-def uses_order(port, seen, way):
+def uses_order(seen, way):
     """Whether the last token's output depends on the order of the tokens before it."""
     last = seen.x.shape[1] - 1
     order = [*reversed(range(last)), last]
-    changed = port.run(way.arguments, seen.x[:, order])
+    changed = seen.filled.run(way.arguments, seen.x[:, order])
     if changed is None:
         return True
-    return apart(changed, port.run(way.arguments, seen.x))[:, -1].max() > seen.tolerance
+    return apart(changed, seen.filled.run(way.arguments, seen.x))[:, -1].max() > seen.tolerance
 
 
 def look_further(port, seen):
@@ -150,13 +153,13 @@ def look_further(port, seen):
     for T, way in itertools.product(LONGER, seen.ways):
         longer = port.input(T, C)
         arguments = port.offers(T, C)[way.number]
-        y = port.run(arguments, longer)
+        y = seen.filled.run(arguments, longer)
         if y is None or not y.isfinite().all():
             continue  # it can't read so much
         for start in (T // 3, T // 2 + 1, T - 1):
             other = longer.clone()
             other[:, start:] = other[:, start:].flip(0)  # the rest of the other sample
-            moved = apart(port.run(arguments, other), y)[:, :start].amax(0)
+            moved = apart(seen.filled.run(arguments, other), y)[:, :start].amax(0)
             if moved.max() > seen.tolerance:
                 j = moved.argmax().item()
                 return {"sees the future": f"In a text of {T} tokens the ones from {start} on move "
@@ -167,9 +170,9 @@ def look_further(port, seen):
 
 def overflow(port, seen):
     """{"overflow": detail}, if larger inputs give no numbers, with weights as at a usual start."""
-    port.draw(quiet=True)
+    quiet = port.draw(quiet=True)
     for times in (10, 30):
-        y = port.run(seen.ways[0].arguments, times * seen.x)
+        y = quiet.run(seen.ways[0].arguments, times * seen.x)
         if y is not None and not y.isfinite().all():
             return {"overflow": f"Here they are {times} times as large as behind a norm."}
     return {}
@@ -182,11 +185,11 @@ def how_matrices_lie(port, way, x):
     multiplied by x has a gradient only where it meets this channel: in its first row or its first
     column. For W_O the same holds of the first channel of the output.
     """
-    port.draw()
+    filled = port.draw()
     first = torch.zeros(x.shape[2])
     first[0] = 1
-    from_x = gradients(port, way, first * x, x)
-    to_y = gradients(port, way, x, first * x)
+    from_x = gradients(filled, way, first * x, x)
+    to_y = gradients(filled, way, x, first * x)
     if not from_x or not to_y:
         return frozenset(), frozenset()
     transposed, unclear = [], []
@@ -203,30 +206,29 @@ def how_matrices_lie(port, way, x):
     return frozenset(transposed), frozenset(unclear)
 
 
-def gradients(port, way, x, slope):
+def gradients(filled, way, x, slope):
     """{name: gradient of a weight}, of the output for x times slope. {} if it has none."""
-    y = port.run(way.arguments, x)
+    y = filled.run(way.arguments, x)
     if y is None or not y.requires_grad:
         return {}
-    found = torch.autograd.grad((y * slope).sum(), list(port.drawn.values()),
+    found = torch.autograd.grad((y * slope).sum(), list(filled.weights.values()),
                                 materialize_grads=True)
-    return dict(zip(port.drawn, found))
+    return dict(zip(filled.weights, found))
 
 
 def dead_weights(port, way, x):
     """Names of the weights that have no effect in two draws of them."""
     first = without_gradient(port, way, x, seed=1)
     second = without_gradient(port, way, x, seed=2)
-    port.draw()
     return [name for name in first if name in second]
 
 
 def without_gradient(port, way, x, seed):
     """Names of the weights of which some row, or column if transposed, has no effect."""
-    port.draw(seed=seed)
-    slopes = gradients(port, way, x, slope=x)
+    filled = port.draw(seed=seed)
+    slopes = gradients(filled, way, x, slope=x)
     found = []
-    for name, weight in port.drawn.items():
+    for name, weight in filled.weights.items():
         role = port.roles[name]
         if weight.ndim > 1 or "lambda" in role or role == "norm":
             inputs = 0 if name in port.transposed else -1  # the dimension that holds them
@@ -242,18 +244,19 @@ def switch_that_matters(port, seen, y):
         value = getattr(module, name)
         if type(value) is bool and re.search(IS_SWITCH, name):
             setattr(module, name, not value)
-            matters = matters_now(port, arguments, seen, y)
+            matters = matters_now(arguments, seen, y)
             setattr(module, name, value)
             if matters:
                 return name
     for name, value in given.boolean_arguments(port.layer.forward).items():
-        if re.search(IS_SWITCH, name) and matters_now(port, arguments | {name: not value}, seen, y):
+        if re.search(IS_SWITCH, name) and matters_now(arguments | {name: not value}, seen, y):
             return name
     return ""
 
 
-def matters_now(port, arguments, seen, y):
-    z, again = port.run(arguments, seen.x), port.run(arguments, seen.x)  # equal without dropout
+def matters_now(arguments, seen, y):
+    z = seen.filled.run(arguments, seen.x)
+    again = seen.filled.run(arguments, seen.x)  # equal without dropout
     return z is not None and torch.equal(z, again) and apart(z, y).max() > seen.tolerance
 
 
@@ -267,9 +270,9 @@ def starts_from_zeros(port, way, x):
     weights = {}
     for name, weight in port.weights.items():
         weights[name] = weight.detach().float().clone().requires_grad_()
-    port.use(weights)
+    filled = Filled(port, weights)
     for _ in range(4):
-        y = port.run(way.arguments, x)
+        y = filled.run(way.arguments, x)
         if y is None or not y.requires_grad or not y.isfinite().all():
             return []
         loss = (y - x.flip(-1)).square().mean()

@@ -68,7 +68,6 @@ class Port:
         self.vectors_in = {}  # {name: [lambda_q1, ...]} of a weight that holds several of them
         self.transposed = frozenset()  # names of matrices whose rows are inputs
         self.unclear = frozenset()  # names of matrices of which we can't tell that
-        self.drawn = {}  # the weights with which it runs
         self.problems = []  # what went wrong in calls
 
     def tell(self, role, name):
@@ -112,11 +111,10 @@ class Port:
         return [role for role in ["q", "k", "v", "o", *expected] if role not in found]
 
     def draw(self, order="", seed=1, flat=False, without=(), lambdas=None, quiet=False):
-        """Draw weights into the layer, and return {role: [part, ...]} of them, in float64.
+        """Draw weights for the layer. Returns a Filled.
 
-        run uses the weights of the last draw, so call it before the next one. Where the parts are
-        used, call read_shapes and set transposed first: these say which part is what, and how it
-        lies.
+        Where its parts are used, read_shapes and transposed come first: they say which part is
+        what, and how it lies.
 
         order: of the rows of a fused weight. Without it nothing of this weight is made larger, and
         it is one part. flat: W_q = 0, so that all maps are flat.
@@ -148,34 +146,14 @@ class Port:
                 if name not in without:
                     parts[letter].append(rows_of(part, letter).double().transpose(0, outputs))
             drawn[name] = new.requires_grad_()
-        self.use(drawn)
-        return parts
-
-    def use(self, weights):
-        """From now on the layer runs with these weights, {name: tensor}."""
-        self.drawn = weights
-
-    def run(self, arguments, x):
-        """The output, the first one if there are several, or None where such a call fails."""
-        filled = {name: x if value is given.X else value for name, value in arguments.items()}
-        try:
-            y = torch.func.functional_call(self.layer, self.drawn, (x,), filled)
-            y = y[0] if isinstance(y, (tuple, list)) else y
-            if not isinstance(y, torch.Tensor):
-                kind = type(y)
-                raise TypeError(f"it gives a {kind.__module__}.{kind.__name__}, and no tensor")
-            if y.shape != x.shape:
-                raise ValueError(f"it gives {tuple(y.shape)} for {tuple(x.shape)}")
-            return y.float()
-        except Exception as problem:  # it wants something else
-            self.problems.append(problem)
+        return Filled(self, drawn, parts)
 
     def input(self, T, C):
         return torch.randn(2, T, C, generator=torch.Generator().manual_seed(0))
 
     def ways(self):
         """A text x (2, T, C), and [Way, ...]: those that run on it, of equal outputs one."""
-        self.draw()
+        filled = self.draw()
         numbers = [n for m in self.layer.modules() for n in vars(m).values() if type(n) is int]
         lengths = [n for n in numbers if 1 < n <= 4096]
         widths = [n for weight in self.weights.values() for n in weight.shape[-2:]]
@@ -184,7 +162,7 @@ class Port:
             x = self.input(T, C)
             found = []  # [(output, Way), ...]
             for number, arguments in enumerate(self.offers(T, C)):
-                y = self.run(arguments, x)
+                y = filled.run(arguments, x)
                 if y is not None:  # of equal ones the last counts: a layer may keep an old mask
                     found = [old for old in found if not is_equal(old[0], y)]
                     found.append((y, Way(number, arguments)))
@@ -209,6 +187,37 @@ class Port:
         text = "the layer does not run: " + "; or: ".join(dict.fromkeys(said))
         looks_foreign = re.search(r"numpy|ndarray|jax|mlx", text, re.IGNORECASE)
         return f"{text}. {USE_VECTORS}" if looks_foreign else text
+
+
+class Filled:
+    """A port with weights: what runs.
+
+    weights: {name: tensor}. parts: {role: [part, ...]} of them, in float64, if they were drawn.
+    """
+
+    def __init__(self, port, weights, parts=None):
+        self.port = port
+        self.weights = weights
+        self.parts = parts
+
+    def run(self, arguments, x):
+        """The output, the first one if there are several, or None where such a call fails.
+
+        Why it failed is kept in port.problems.
+        """
+        given_x = {name: x if value is given.X else value for name, value in arguments.items()}
+        try:
+            y = torch.func.functional_call(self.port.layer, self.weights, (x,), given_x)
+            y = y[0] if isinstance(y, (tuple, list)) else y
+            if not isinstance(y, torch.Tensor):
+                kind = type(y)
+                raise TypeError(f"it gives a {kind.__module__}.{kind.__name__}, and no tensor")
+            if y.shape != x.shape:
+                raise ValueError(f"it gives {tuple(y.shape)} for {tuple(x.shape)}")
+            return y.float()
+        except Exception as problem:  # it wants something else
+            self.port.problems.append(problem)
+            return None
 
 
 def rows_of(part, letter):

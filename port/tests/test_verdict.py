@@ -421,15 +421,14 @@ def test_what_was_not_found_is_said():
     assert "Not found: norm, lambda_q1" in text_of(diagnose(wrong.PlainSoftmax(), 8, 3))
 
 
-def test_the_layer_runs_with_the_last_draw():
+def test_each_draw_runs_with_its_own_weights():
     port = Port(right.Right(), Reading(8, 3, 1, True), None)
     x = port.input(12, 64)
-    outputs = []
-    for seed in (1, 2, 1):
-        parts = port.draw(seed=seed)
-        assert torch.equal(parts["o"][0].float(), port.drawn["out_proj.weight"])
-        outputs.append(port.run({}, x))
-    assert torch.equal(outputs[0], outputs[2]) and not torch.equal(outputs[0], outputs[1])
+    draws = [port.draw(seed=seed) for seed in (1, 2, 1)]
+    for filled in draws:
+        assert torch.equal(filled.parts["o"][0].float(), filled.weights["out_proj.weight"])
+    first, second, again = (filled.run({}, x) for filled in draws)
+    assert torch.equal(first, again) and not torch.equal(first, second)
 
 
 def test_only_a_fused_weight_has_orders():
