@@ -40,7 +40,7 @@ CROWDS = {
     "no norm: difference": (dict(arm="diff", lr=2e-3, norm=False), OTHER_FIVE),
     "no norm: `diff_v2`": (dict(arm="diff_v2", lr=4.5e-3, norm=False), FIVE),
 }
-LONG = dict(train_pairs=[16, 256], keys=1024, values=512)  # the texts of the row "lengths"
+LONG = dict(lr=3e-3, train_pairs=[16, 256], keys=1024, values=512)  # the texts of the row "lengths"
 
 
 def planned_runs():

@@ -42,7 +42,6 @@ COMPARISONS = {
         # the second version: is it the minus, or the free sum of a row, which is a gate?
         ("diff_v2", "gate", FORTY),
         ("diff_v2 with rows that sum to 1", "diff_v2", FEW),
-        ("diff_v2 with rows that sum to 1", "diff_v2 with a plus and rows that sum to 1", FEW),
     ],
     ("text.md", "addresses"): [
         ("diff_v2", "softmax", THREE_SEEDS),

@@ -4,6 +4,8 @@ Trains the toys (lab/toys.py) of the pages on text, on the start, on linear atte
     python -m lab.train_toys                    # all runs, below out/toys
     python -m lab.train_toys --pieces="start"   # some of them
 
+The published runs, toys.json in lab/results, are the lines of several such folders.
+
 It is made for a GPU: an H200 makes the runs in some twenty minutes. On a core 500 steps take three
 minutes, and there are more than two thousand runs. It can be stopped, and goes on.
 
@@ -44,6 +46,7 @@ TEXT = (  # with tied embeddings
     "diff_linear with decay",
 )
 CHOOSE_V2_ON = tuple(range(48, 56))
+MIDDLE = RATES[1:4]  # to begin with: the grid grows if the best one is at its edge
 
 
 def train_cell(cell, stds, rates, choose_on, report_on, device, at_once):
@@ -55,6 +58,8 @@ def train_cell(cell, stds, rates, choose_on, report_on, device, at_once):
 
 
 def train_at_each_rate(cell, device, at_once):
+    """Five seeds at each rate. First all that is reported, of which some of them are a part."""
+    train_cell(cell, STDS, RATES, CHOOSE_ON, TWENTY, device, at_once)
     runs = Runs(cell, device, at_once)
     runs.make("each rate", [(std, rate, seed) for std in STDS for rate in RATES for seed in FEW])
 
@@ -68,7 +73,7 @@ def pieces():
             train_cell, Cell(row, "own"), stds, RATES, CHOOSE_ON, TWENTY)
     for row in V2:
         found[f"v2: {row}"] = partial(
-            train_cell, Cell(row, "tied"), [AS_DRAWN], RATES[1:4], CHOOSE_V2_ON, FORTY)
+            train_cell, Cell(row, "tied"), [AS_DRAWN], MIDDLE, CHOOSE_V2_ON, FORTY)
     for row in AT_EACH_RATE:
         found[f"rates: {row}"] = partial(train_at_each_rate, Cell(row, "own"))
     for row in LONGER:
@@ -87,7 +92,7 @@ def pieces():
             train_cell, Cell(row, "own", size="2.7 M"), STDS, RATES, CHOOSE_ON, TWELVE)
     for row in TEXT:
         found[f"text: {row}"] = partial(
-            train_cell, Cell(row, "tied"), [AS_DRAWN], RATES[1:4], CHOOSE_ON, FEW)
+            train_cell, Cell(row, "tied"), [AS_DRAWN], MIDDLE, CHOOSE_ON, FEW)
     return found
 
 

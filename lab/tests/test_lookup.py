@@ -65,9 +65,8 @@ def test_training_repeats_that_of_the_published_runs(arm, loss):
 
 
 def test_the_first_picture(monkeypatch):
-    monkeypatch.setattr(lookup.show, "__defaults__", (3,))  # steps
     monkeypatch.setattr(lookup, "shown_texts", lambda m: make_texts(0, 4, m=m))
-    lookup.main([])
+    lookup.show(steps=3)
     files = {path.name for path in Path("out/lookup").iterdir()}
     pictures = {"lookup-front.png", "lookup-weights.png", "lookup.png"}
     assert files == pictures | {"lookup-shown.json"}

@@ -99,6 +99,18 @@ def test_a_difference_that_stands_in_a_sentence(page, said, a, b, where):
     assert said.format(less(a, b, **where)) in words_of(page)
 
 
+def test_the_best_start():
+    gains = []
+    for row in ("softmax", "diff"):
+        at_best = RESULTS.losses(Cell(row, "own"), 0.2)
+        for std in start.TWO_STARTS:
+            losses = RESULTS.losses(Cell(row, "own"), std)
+            gains.append(stats.plus_minus(*stats.difference(losses, at_best)))
+    said = ("Softmax is {} better there than at 0.05, and {} better than at 1, and `diff` is {} and "
+            "{} better (n = 20)")
+    assert said.format(*gains) in words_of("start.md")
+
+
 def test_other_seeds_that_choose_the_rate():
     pair = RESULTS.pair(Cell("diff", "own"), Cell("softmax", "own"), AS_DRAWN, lr=2e-3,
                      seeds=start.FEW)
