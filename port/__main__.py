@@ -8,7 +8,7 @@ myport.py makes the layer in its smallest form, (B, T, C) to (B, T, C), and says
     from attention import MultiheadDiffAttn  # your code, in PyTorch
     layer = MultiheadDiffAttn(embed_dim=64, depth=3, num_heads=4)
     n_head = 8  # maps: two for each head. In version 2 it counts heads
-    depth = 3   # counted from 0. If this is not said, 0 is assumed
+    depth = 3   # counted from 0. If this is not said, 0 is tried
 
 It may also say version = 2 (DIFF V2), causal = False (an encoder), and which weight is what, if the
 guess is wrong: names = {"q": "W_q.weight", "v": ["v1.weight", "v2.weight"]}. A role is q, k, v,

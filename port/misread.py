@@ -33,6 +33,8 @@ def ask_for_names(port, unknown):
     weights = ", ".join(f"{name} {tuple(port.weights[name].shape)}" for name in unknown)
     missing = ", ".join(port.missing_roles())
     ending = f" Not found were: {missing}." if missing else ""
+    if any(port.weights[name].ndim == 2 for name in unknown):
+        ending += " If the layer is a whole block, give its attention alone."
     return (f"what is {weights}? Say it with names = {{role: name of the weight}}, roles being q, "
             f"k, v, several such as qkv, o, norm, lambda_q1 ...{ending}")
 

@@ -73,7 +73,8 @@ FROM_OUTSIDE = [
             "(B, T, C)."),
     Mistake("no past", BROKEN, text="No token uses an earlier one. Usual: q @ k.mT before "
             "transpose(1, 2), so that heads attend to heads."),
-    Mistake("dead weights", BROKEN, text="Some weights have no effect, so they never learn."),
+    Mistake("dead weights", BROKEN, text="Some weights, or some rows of them, have no effect, so "
+            "they never learn."),
     Mistake("switch", BROKEN, text="Two settings of one layer, or train() and eval(), give "
             "different outputs."),
     Mistake("length", BROKEN, text="A token's output changes as the text behind it grows, so "
@@ -103,6 +104,10 @@ BY_NUMBER = [
         "subtracted.")),
     Mistake("lambda bounded", DIFFERS, text=(
         "lambda is kept above or below a number. In the paper it has no bounds.")),
+    Mistake("rows sum to 1", DIFFERS, text=(
+        "The rows of A_1 - lambda A_2 are divided by their sum. The norm hides that where lambda "
+        "is below 1, and above it the outputs change their sign. In the paper rows sum to "
+        "1 - lambda.")),
     Mistake("lambda_init", DIFFERS, text=(
         "lambda_init is not that of this layer. In the paper it is 0.8 - 0.6 exp(-0.3 l), and "
         "l counts the layers from 0.")),

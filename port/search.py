@@ -211,13 +211,18 @@ class Search:
         tried = f"Nothing on the list explains it, in {self.combinations} combinations."
         if self.was_cut_off:  # then we can't say that it is nothing on the list
             tried = (f"No cause was found in {self.seconds_spent:.0f} seconds, after "
-                     f"{self.combinations} combinations. A longer search may find one.")
+                     f"{self.combinations} combinations.")
         where = "where q and k are split, turned, compared or subtracted"
         apart = min(self.sharp_errors)
-        if min(self.flat_errors) > max(FLAT, self.seen.tolerance):
+        is_sharp = min(self.flat_errors) <= max(FLAT, self.seen.tolerance)
+        if not is_sharp:
             where = "already where W_q = 0 makes all maps flat"
             apart = min(self.flat_errors)
-        return f"{tried} They part {where}, by {apart:.2g} of the largest output."
+        text = f"{tried} They part {where}, by {apart:.2g} of the largest output."
+        if is_sharp:
+            text += (" Any pairing of maps in heads is the paper's layer, but only usual ones are "
+                     "tried.")
+        return text
 
 
 def changed(steps, mistakes):

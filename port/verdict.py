@@ -157,8 +157,10 @@ def what_explains(port, seen, found):
     start = "Our layer equals"
     if later:
         start = "Otherwise our layer equals"
-    elif any(cause.kind != NOTE for cause in causes):
+    elif any(cause.kind not in (SAME, NOTE) for cause in causes):
         start = "With these changes our layer equals"
+    elif any(cause.kind == SAME for cause in causes):
+        start = "With its weights in this order our layer equals"
     return causes + later, f"{start} yours to {found.error:.0e}."
 
 

@@ -299,6 +299,13 @@ class LambdaAboveZero(Right):
         return super().lam().relu()
 
 
+class RowsSumToOne(Right):
+    """The norm behind it hides the size of rows, and not their sign."""
+
+    def subtract(self, A, v):
+        return super().subtract(A, v) / (1 - self.lam())
+
+
 class Window(Right):
     """A token sees 100 tokens."""
 
