@@ -280,6 +280,10 @@ def cell_of(run):
     return Cell(**{field.name: run[field.name] for field in fields(Cell)})
 
 
+def losses_of(runs):
+    return [run["val_loss"] for run in runs]
+
+
 class Results:
     """Runs by cell, the embedding's start, and place.
 
@@ -299,11 +303,14 @@ class Results:
         """
         found = {}
         for place, runs in self.groups.get((cell, std), {}).items():
-            found[place] = [
-                run for run in runs
-                if (run["purpose"] == "reported" if lr is None else run["lr"] == lr)
-                and (seeds is None or run["seed"] in seeds)
-            ]
+            if lr is None:
+                runs = [run for run in runs if run["purpose"] == "reported"]
+            else:
+                runs = [run for run in runs if run["lr"] == lr]
+            if seeds is not None:
+                runs = [run for run in runs if run["seed"] in seeds]
+            if runs:
+                found[place] = runs
         return found
 
     def runs(self, cell, std, **which):
@@ -312,17 +319,17 @@ class Results:
 
     def losses(self, cell, std, **which):
         """The losses at the place that has most of them. which: see at."""
-        return [run["val_loss"] for run in self.runs(cell, std, **which)]
+        return losses_of(self.runs(cell, std, **which))
 
     def pair(self, a, b, std, **which):
         """The losses of two cells at one place: the one that has most runs of both.
 
         which: see at. ([], []) if no place has both.
         """
-        found_a = self.at(a, std, **which)
-        found_b = self.at(b, std, **which)
-        places = [place for place in found_a if place in found_b]
+        runs_a = self.at(a, std, **which)
+        runs_b = self.at(b, std, **which)
+        places = [place for place in runs_a if place in runs_b]
         if not places:
             return [], []
-        best = max(places, key=lambda place: min(len(found_a[place]), len(found_b[place])))
-        return tuple([run["val_loss"] for run in found[best]] for found in (found_a, found_b))
+        best = max(places, key=lambda place: min(len(runs_a[place]), len(runs_b[place])))
+        return losses_of(runs_a[best]), losses_of(runs_b[best])

@@ -113,6 +113,7 @@ def test_two_cells_are_compared_at_one_place():
     assert Results(runs).pair(*cells, 1.0, lr=1e-3, seeds=(1, 3)) == ([1, 3], [3])
     assert Results(runs).pair(*cells, AS_DRAWN) == ([], [])
     assert Results(runs).losses(cells[0], 1.0) == [3, 4, 9]
+    assert Results(runs).pair(*cells, 1.0, seeds=[9]) == ([], [])  # which softmax does not have
 
 
 def test_runs_of_another_text_are_made_again(tiny, monkeypatch):
