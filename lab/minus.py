@@ -13,7 +13,7 @@ from statistics import fmean
 import numpy as np
 
 from lab.stats import (
-    RESULTS, difference, difference_text, line_of_difference, markdown, parser, read_json, renew,
+    RESULTS, difference, difference_text, line_of_difference, markdown, read_json, renew, run_verb,
 )
 from lab.text import TEXT_JSON
 from lab.toys import AS_DRAWN, FEW, FORTY, TOYS_JSON, Cell, Results, read_runs
@@ -93,10 +93,7 @@ def publish():
 
 
 def main(argv=None):
-    p = parser("lab.minus", __doc__)
-    verbs = dict(tables=print_tables, publish=publish)
-    p.add_argument("verb", choices=verbs)
-    verbs[p.parse_args(argv).verb]()
+    run_verb("lab.minus", __doc__, argv, tables=print_tables, publish=publish)
 
 
 if __name__ == "__main__":

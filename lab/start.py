@@ -210,10 +210,7 @@ def publish():
 
 
 def main(argv=None):
-    p = stats.parser("lab.start", __doc__)
-    verbs = dict(tables=print_tables, publish=publish)
-    p.add_argument("verb", choices=verbs)
-    verbs[p.parse_args(argv).verb]()
+    stats.run_verb("lab.start", __doc__, argv, tables=print_tables, publish=publish)
 
 
 if __name__ == "__main__":

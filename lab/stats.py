@@ -32,6 +32,13 @@ def parser(module, text):
     return argparse.ArgumentParser(f"python -m {module}", description=text, formatter_class=style)
 
 
+def run_verb(module, text, argv, **verbs):
+    """Calls the function that a command line names by its verb."""
+    p = parser(module, text)
+    p.add_argument("verb", choices=verbs)
+    verbs[p.parse_args(argv).verb]()
+
+
 def mean_interval(values):
     """(mean, half of its interval by Student's t). The half is nan for n < 2 or a value of inf."""
     from scipy.stats import sem, t

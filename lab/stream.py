@@ -88,10 +88,7 @@ def publish():
 
 
 def main(argv=None):
-    p = stats.parser("lab.stream", __doc__)
-    verbs = dict(run=run, publish=publish)
-    p.add_argument("verb", choices=verbs)
-    verbs[p.parse_args(argv).verb]()
+    stats.run_verb("lab.stream", __doc__, argv, run=run, publish=publish)
 
 
 if __name__ == "__main__":
