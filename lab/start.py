@@ -12,9 +12,7 @@ from statistics import fmean
 
 from lab import stats
 from lab.stats import RESULTS
-from lab.toys import (
-    AS_DRAWN, AT_EACH_RATE, FEW, RATES, ROW_COLORS, TOYS_JSON, Cell, Results, read_runs,
-)
+from lab.toys import AS_DRAWN, AT_EACH_RATE, FEW, RATES, TOYS_JSON, Cell, Results, read_runs
 
 STARTS = (AS_DRAWN, 0.2, 1.0)  # the embedding's std, at its start
 TWO_STARTS = (AS_DRAWN, 1.0)
@@ -38,6 +36,11 @@ class Line:
     def where(self, std):
         """What is compared. Two lines may show the same."""
         return self.rows, self.lr, self.setting, std
+
+
+def words(rows):
+    """The difference of two rows, like "diff − softmax"."""
+    return " − ".join(rows)
 
 
 def lines_of_answer():
@@ -94,11 +97,6 @@ def lines_of_settings():
         rows = (arm, "softmax")
         labels = {"setting": setting, "difference": words(rows)}
         yield Line("settings", labels, rows, setting=setting, stds=TWO_STARTS)
-
-
-def words(rows):
-    """The difference of two rows, like "diff − softmax"."""
-    return " − ".join(rows)
 
 
 LINES = [*lines_of_answer(), *lines_of_parts(), *lines_of_second_map(), *lines_of_settings()]
@@ -176,7 +174,7 @@ def draw_rates(results, path):
     for ax, std in zip(axes, TWO_STARTS):
         for row in AT_EACH_RATE:
             cell = Cell(row, "own")
-            color = ROW_COLORS[row]
+            color = stats.COLORS[row]
             means = {}
             for lr in RATES:
                 losses = results.losses(cell, std, lr=lr, seeds=FEW)

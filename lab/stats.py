@@ -23,6 +23,7 @@ COLORS = {
     "linear_average": "#000000",
     "diff_linear": "#CC79A7",
     "gate": "#777777",
+    "softmax with a norm": "#009E73",  # as linear, beside which it never stands
 }
 
 

@@ -15,7 +15,7 @@ import torch
 from data import load_sequences
 from lab import stats
 from lab.maps import layers
-from lab.toys import AS_DRAWN, AT_EACH_RATE, ROW_COLORS, Cell, text_of, train_one
+from lab.toys import AS_DRAWN, AT_EACH_RATE, Cell, text_of, train_one
 
 STDS = (AS_DRAWN, 1.0)
 RATE = 4e-3  # of all six: their own rate
@@ -60,7 +60,7 @@ def draw(looks, path):
                 row = look["row"]
                 label = row if is_first else None
                 ax.plot(range(1, 5), look["shares"], "-" if is_first else ":", marker="o",
-                        color=ROW_COLORS[row], linewidth=3, label=label)
+                        color=stats.COLORS[row], linewidth=3, label=label)
         ax.set(yscale="log", ylim=(0.02, 30), title=f"embedding's std {std:g}", xlabel="layer")
         ax.set_xticks(range(1, 5))
         ticks = [3, 10, 30, 100, 300, 1000]

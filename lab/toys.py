@@ -75,7 +75,6 @@ TWELVE = tuple(range(3, 15))
 TWENTY = tuple(range(3, 23))
 FORTY = tuple(range(8, 48))
 AT_EACH_RATE = ("softmax", "softmax with a norm", "diff")  # rows with all rates on five seeds
-ROW_COLORS = {"softmax": "#0072B2", "softmax with a norm": "#009E73", "diff": "#D55E00"}
 
 
 # ---- the models and what they read
