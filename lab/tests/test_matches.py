@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lab import matches, stats
+from lab.tests.pages import has_table, words_of
 from model import GPT, GPTConfig
 
 torch.set_num_threads(1)
@@ -58,16 +59,14 @@ def test_losses_of_bytes_have_the_mean_of_the_model():
 
 
 MATCHES = json.loads(matches.MATCHES_JSON.read_text())
-PAGE = " ".join((stats.RESULTS / "minus.md").read_text(encoding="utf-8").split())
 
 
 def test_the_page_has_the_table_of_the_data():
-    table = stats.markdown(matches.table_of_matches(MATCHES))
-    assert " ".join(table.split()) in PAGE.replace("−", "-")
+    assert has_table("minus.md", matches.table_of_matches(MATCHES))
 
 
 def test_the_longer_softmax_beside_diff_v2():
     n_bytes = np.sum(MATCHES["counts"])
     gains = {name: np.sum(lead, axis=(1, 2)) / n_bytes for name, lead in MATCHES["leads"].items()}
     less = stats.mean_interval(list(gains["diff_v2"] - gains["longer"]))
-    assert f"lower by {stats.plus_minus(*less)}" in PAGE
+    assert f"lower by {stats.plus_minus(*less)}" in words_of("minus.md")

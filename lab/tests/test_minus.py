@@ -5,15 +5,12 @@ import numpy as np
 import pytest
 
 from lab import minus, stats, toys
+from lab.tests.pages import has_table, words_of
 from lab.toys import Results
 
 RUNS = stats.read_json(toys.TOYS_JSON)[1]
 RESULTS = Results(RUNS)
 OLDER = Results(stats.read_json(minus.TEXT_JSON)[1])
-
-
-def words_of(page):
-    return " ".join((stats.RESULTS / page).read_text(encoding="utf-8").split()).replace("−", "-")
 
 
 def test_a_lead_is_worth_the_steps_that_softmax_needs_for_it():
@@ -26,8 +23,7 @@ def test_a_lead_is_worth_the_steps_that_softmax_needs_for_it():
 
 def test_the_page_has_the_tables_of_the_data():
     for table in minus.parts_of(RESULTS, OLDER).values():
-        text = stats.markdown(table).replace("−", "-")
-        assert " ".join(text.split()) in words_of("minus.md")
+        assert has_table("minus.md", table)
 
 
 def test_numbers_that_stand_in_sentences():
@@ -37,6 +33,18 @@ def test_numbers_that_stand_in_sentences():
     assert f"A₂, are {two_gates} worse than `diff_v2`" in words_of("minus.md")
     assert f"both false: {sign[2]}, {two_gates}" in words_of("predictions.md")
     assert f"false: {sign[3]}" in words_of("predictions.md")
+
+
+def test_at_another_rate_the_gain_after_8_000_steps_is_the_same():
+    losses = {}
+    for row in ("softmax", "diff_v2"):
+        cell = toys.Cell(row, "tied", "stdlib", 8000)
+        for lr in (2e-3, 4e-3):
+            found = RESULTS.losses(cell, toys.AS_DRAWN, lr=lr, seeds=toys.THREE_SEEDS)
+            losses[row, lr] = np.mean(found)
+        assert losses[row, 4e-3] < losses[row, 2e-3]
+    gain = losses["softmax", 4e-3] - losses["diff_v2", 4e-3]
+    assert f"and the gain is {gain:.3f} as well" in words_of("minus.md")
 
 
 def test_the_tables_of_own_runs(capsys):

@@ -5,11 +5,13 @@ import math
 import re
 import shutil
 import subprocess
+from statistics import fmean
 
 import pytest
 
 from lab import lookup, pairs, page
 from lab.stats import read_json
+from lab.tests.pages import words_of
 
 PAGE = page.PAGE.read_text(encoding="utf-8")
 DATA = json.loads(re.search(r'id="data">(.*?)</script>', PAGE, re.DOTALL)[1])
@@ -126,3 +128,14 @@ def test_on_a_phone_the_votes_stay_in_sight(tmp_path):
     dom = shown(page.PAGE, tmp_path, "#m=16", scroll, size="390,844")
     for control in ("board", "m", "lam"):
         assert f'data-{control}="true"' in dom
+
+
+def test_the_gap_that_a_page_of_the_lab_names():
+    """How much larger the right pair's logit is than the mean exponential of a crowd's."""
+    logits = DATA["models"]["2"]["maps"]["one"]
+    gaps = []
+    for plain, crowd in zip(logits["plain"], logits["crowd"]):
+        gaps.append(plain[pairs.RIGHT] - math.log(fmean(map(math.exp, crowd))))
+    e_to_gap = fmean(map(math.exp, gaps))
+    assert (f"it is {min(gaps):.2f} to {max(gaps):.2f}, so e^gap is {e_to_gap:.1f} on average"
+            in words_of("lookup.md"))

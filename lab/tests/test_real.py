@@ -5,6 +5,7 @@ from statistics import fmean
 import pytest
 
 from lab.stats import RESULTS, plus_minus, read_json
+from lab.tests.pages import words_of
 
 RUNS = read_json(RESULTS / "real.json")[1]
 LISTS = {(run["mean"], run["crowd"]): run for run in RUNS if run["what"] == "lists"}
@@ -44,3 +45,26 @@ def test_a_row_of_lists(mean, what, scale, digits):
     rows = [line.strip("| ").split(" | ") for line in lines_of("lists.md")]
     rows = [[cell.split(" (")[0] for cell in row[1:3]] for row in rows if row[0] == MEANS[mean]]
     assert [f"{gain:.{digits}f}" for gain in gains] in rows
+
+
+def deleted(heads, text, oracle, control):
+    """How much of the oracle's weight its control deleted, like "56 %". See test_a_row_of_real."""
+    found = [run["deleted"] for run in RUNS if (run.get("heads"), run.get("text")) == (heads, text)]
+    return f"{100 * sum(run[control] for run in found) / sum(run[oracle] for run in found):.0f} %"
+
+
+@pytest.mark.parametrize("said, oracle, control", [
+    ("control deletes only {} as much on the manual and {} on the addresses (in Gemma {} and {})",
+     2, 3),
+    ("Everywhere they delete {} as much on the manual and {} on the addresses (in Gemma {} and {}, "
+     "in random heads 34 %)", 0, 1),
+])
+def test_what_the_controls_deleted(said, oracle, control):
+    shares = [deleted(heads, text, oracle, control) for heads in ("look-up", "Gemma 3 270M")
+              for text in ("manual", "addresses")]
+    assert said.format(*shares) in words_of("real.md")
+
+
+def test_how_many_answers_are_right_without_a_minus():
+    shares = [f"{100 * fmean(LISTS['nothing', crowd]['right']):.1f} %" for crowd in (0, 16)]
+    assert "{} are right, and {} beside the crowd".format(*shares) in words_of("lists.md")

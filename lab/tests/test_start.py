@@ -4,6 +4,7 @@ from statistics import fmean
 import pytest
 
 from lab import start, stats, toys
+from lab.tests.pages import has_part, words_of
 from lab.toys import AS_DRAWN, Cell, Results, Runs
 
 RUNS = stats.read_json(toys.TOYS_JSON)[1]
@@ -11,10 +12,6 @@ LOOKS = stats.read_json(stats.RESULTS / "stream.json")[1]
 RESULTS = Results(RUNS)
 LONGER = dict(text="stdlib", steps=2000)
 LARGER = dict(size="2.7 M")
-
-
-def words_of(page):
-    return " ".join((stats.RESULTS / page).read_text(encoding="utf-8").split()).replace("−", "-")
 
 
 def less(a, b, std=AS_DRAWN, head="own", **where):
@@ -26,7 +23,7 @@ def less(a, b, std=AS_DRAWN, head="own", **where):
 def test_the_pages_have_the_tables_of_the_data():
     for name, part in start.parts_of(RESULTS).items():
         page = "start-record.md" if name in start.ON_RECORD else "start.md"
-        assert " ".join(part.split()).replace("−", "-") in words_of(page)
+        assert has_part(page, part)
     n = len(start.measured(RESULTS))
     assert f"corrected for the {n} differences" in words_of("start.md")
 
@@ -106,9 +103,17 @@ def test_the_best_start():
         for std in start.TWO_STARTS:
             losses = RESULTS.losses(Cell(row, "own"), std)
             gains.append(stats.plus_minus(*stats.difference(losses, at_best)))
-    said = ("Softmax is {} better there than at 0.05, and {} better than at 1, and `diff` is {} and "
-            "{} better (n = 20)")
+    said = "Softmax is {} better there than at 0.05, and {} better than at 1, and `diff` is {} and {}"
     assert said.format(*gains) in words_of("start.md")
+
+
+def test_the_gain_at_a_low_rate_and_std_0_2():
+    gains = []
+    for row in ("softmax with a norm", "diff"):
+        pair = RESULTS.pair(Cell("softmax", "own"), Cell(row, "own"), 0.2, lr=start.LOW,
+                            seeds=(1, 2))
+        gains.append(f"{fmean(pair[0]) - fmean(pair[1]):.3f}")
+    assert "brings about half of it, {} of {}".format(*gains) in words_of("start.md")
 
 
 def test_other_seeds_that_choose_the_rate():

@@ -5,17 +5,16 @@ import statistics
 import pytest
 
 from lab import stats, text, toys
+from lab.tests.pages import has_part, words_of
 from lab.toys import AS_DRAWN, Cell, Results
 
 _, RUNS = stats.read_json(text.TEXT_JSON)
 RESULTS = Results(RUNS)
-PAGES = {page: (stats.RESULTS / page).read_text(encoding="utf-8").replace("−", "-")
-         for page in ("text.md", "linear.md", "predictions.md")}
 
 
 def test_the_pages_have_the_tables_of_the_data():
     for page, parts in text.parts_of(RESULTS).items():
-        assert all(part.replace("−", "-") in PAGES[page] for part in parts.values())
+        assert all(has_part(page, part) for part in parts.values())
 
 
 def test_the_tables_of_own_runs(capsys):
@@ -61,7 +60,7 @@ SHORT = "softmax with half the heads and a norm"
     ("linear.md", f"it is {less('linear with one head of span 4', 'linear with decay')} worse"),
 ])
 def test_a_number_that_stands_in_a_sentence(page, said):
-    assert said in " ".join(PAGES[page].split())
+    assert said in words_of(page)
 
 
 def test_runs_that_were_made_again():
@@ -72,7 +71,7 @@ def test_runs_that_were_made_again():
             (loss,) = RESULTS.losses(cell, AS_DRAWN, seeds=[run["seed"]])
             gaps[run["row"]] = run["val_loss"] - loss
     assert abs(gaps["diff_v2"]) < 1e-6
-    assert f"softmax is {gaps['softmax']:.4f} off" in " ".join(PAGES["text.md"].split())
+    assert f"softmax is {gaps['softmax']:.4f} off" in words_of("text.md")
 
 
 @pytest.mark.parametrize("row, said", [
@@ -82,4 +81,4 @@ def test_runs_that_were_made_again():
 def test_lambda_at_the_end_of_runs(row, said):
     lambdas = [run["lambda"] for run in RUNS if run["row"] == row and run["purpose"] == "lambda"]
     means = [f"{statistics.fmean(layer):.2f}" for layer in zip(*lambdas)]
-    assert said.format(*means) in " ".join(PAGES["linear.md"].split())
+    assert said.format(*means) in words_of("linear.md")
