@@ -103,7 +103,8 @@ def test_the_best_start():
         for std in start.TWO_STARTS:
             losses = RESULTS.losses(Cell(row, "own"), std)
             gains.append(stats.plus_minus(*stats.difference(losses, at_best)))
-    said = "Softmax is {} better there than at 0.05, and {} better than at 1, and `diff` is {} and {}"
+    said = ("Softmax is {} better there than at 0.05, and {} better than at 1, and `diff` is {} and "
+            "{} better")
     assert said.format(*gains) in words_of("start.md")
 
 
