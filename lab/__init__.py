@@ -7,7 +7,8 @@ trains it and makes its pages. Then
     arms.py        further arms: controls, decay, a gate
     toys.py        small models of a text, and their runs. many.py trains them at once
     train_toys.py  which of them are trained
-    start.py       a page of their runs, as text.py and minus.py are. stats.py has what they share
+    start.py       a page of their runs, as text.py and minus.py are. compare.py: which runs are
+                   compared. stats.py: intervals, tables, figures
     matches.py     where in a text an arm is ahead. stream.py: what attention adds to the stream
 
 The tools: losses.py, maps.py and checkpoints.py read your own runs, page.py writes the page to play

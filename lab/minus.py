@@ -12,11 +12,11 @@ from statistics import fmean
 
 import numpy as np
 
+from lab.compare import TEXT_JSON, TOYS_JSON, Results, read_runs
 from lab.stats import (
     RESULTS, difference, difference_text, line_of_difference, markdown, read_json, renew, run_verb,
 )
-from lab.text import TEXT_JSON
-from lab.toys import AS_DRAWN, FEW, FORTY, TOYS_JSON, Cell, Results, read_runs
+from lab.toys import AS_DRAWN, FEW, FORTY, Cell
 
 SIGN = [
     ("diff_v2", "softmax"), ("diff_v2 with a plus", "softmax"), ("diff_v2", "diff_v2 with a plus"),

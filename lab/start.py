@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from lab import stats
+from lab.compare import TOYS_JSON, Results, read_runs
 from lab.stats import RESULTS
-from lab.toys import AS_DRAWN, AT_EACH_RATE, FEW, RATES, TOYS_JSON, Cell, Results, read_runs
+from lab.toys import AS_DRAWN, AT_EACH_RATE, FEW, RATES, Cell
 
 STARTS = (AS_DRAWN, 0.2, 1.0)  # the embedding's std, at its start
 TWO_STARTS = (AS_DRAWN, 1.0)

@@ -12,9 +12,9 @@ The rows are those of lab/toys.py, with tied embeddings. `python -m lab.train_to
 --pieces="text; v2"` trains them. The published runs are older, and from a CPU.
 """
 from lab import stats
-from lab.toys import AS_DRAWN, FEW, FORTY, THREE_SEEDS, Cell, Results, read_runs
+from lab.compare import TEXT_JSON, Results, read_runs
+from lab.toys import AS_DRAWN, FEW, FORTY, THREE_SEEDS, Cell
 
-TEXT_JSON = stats.RESULTS / "text.json"
 # a larger model on another text, "one size up". text.md has the command of these runs
 ONE_SIZE_UP = dict(text="addresses", steps=1500, size="2.7 M")
 

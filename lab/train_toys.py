@@ -7,7 +7,8 @@ Trains the toys (lab/toys.py) of the pages on text, on the start, on linear atte
 The published runs, toys.json in lab/results, are the lines of several such folders.
 
 It is made for a GPU: an H200 makes the runs in some twenty minutes. On a core 500 steps take three
-minutes, and there are more than two thousand runs. It can be stopped, and goes on.
+minutes, and there are more than two thousand runs. It can be stopped, and goes on. A smaller GPU may
+need --at_once=8.
 
 Each cell has a rate of its own, chosen on other seeds than those that are reported, because a loss
 that was chosen for being small is not a fair one. `python -m lab.start tables`, and lab.text and

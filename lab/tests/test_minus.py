@@ -4,13 +4,14 @@ import json
 import numpy as np
 import pytest
 
-from lab import minus, stats, toys
+from lab import compare, minus, stats, toys
+from lab.compare import Results
 from lab.tests.pages import has_table, words_of
-from lab.toys import Results
 
-RUNS = stats.read_json(toys.TOYS_JSON)[1]
+
+RUNS = stats.read_json(compare.TOYS_JSON)[1]
 RESULTS = Results(RUNS)
-OLDER = Results(stats.read_json(minus.TEXT_JSON)[1])
+OLDER = Results(stats.read_json(compare.TEXT_JSON)[1])
 
 
 def test_a_lead_is_worth_the_steps_that_softmax_needs_for_it():

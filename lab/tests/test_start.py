@@ -3,11 +3,12 @@ from statistics import fmean
 
 import pytest
 
-from lab import start, stats, toys
+from lab import compare, start, stats, toys
+from lab.compare import Results
 from lab.tests.pages import has_part, words_of
-from lab.toys import AS_DRAWN, Cell, Results, Runs
+from lab.toys import AS_DRAWN, Cell, Runs
 
-RUNS = stats.read_json(toys.TOYS_JSON)[1]
+RUNS = stats.read_json(compare.TOYS_JSON)[1]
 LOOKS = stats.read_json(stats.RESULTS / "stream.json")[1]
 RESULTS = Results(RUNS)
 LONGER = dict(text="stdlib", steps=2000)
@@ -50,7 +51,7 @@ def test_the_low_rate():
 ])
 def test_runs_that_were_made_on_two_machines(steps, said):
     def key(run):
-        return toys.cell_of(run), run["std"], run["lr"], run["seed"]
+        return compare.cell_of(run), run["std"], run["lr"], run["seed"]
 
     on_gpu = {key(run): run["val_loss"] for run in RUNS if run["at"] == "H200"}
     gaps = [on_gpu[key(run)] - run["val_loss"] for run in RUNS

@@ -4,11 +4,12 @@ import statistics
 
 import pytest
 
-from lab import stats, text, toys
+from lab import compare, stats, text, toys
+from lab.compare import Results
 from lab.tests.pages import has_part, words_of
-from lab.toys import AS_DRAWN, Cell, Results
+from lab.toys import AS_DRAWN, Cell
 
-_, RUNS = stats.read_json(text.TEXT_JSON)
+_, RUNS = stats.read_json(compare.TEXT_JSON)
 RESULTS = Results(RUNS)
 
 

@@ -10,8 +10,9 @@ import torch
 
 import train
 from data import load_manual
-from lab import stats, toys, train_toys
-from lab.toys import AS_DRAWN, ROWS, Cell, Results, Runs
+from lab import compare, stats, toys, train_toys
+from lab.compare import Results
+from lab.toys import AS_DRAWN, ROWS, Cell, Runs
 from model import GPT
 
 torch.set_num_threads(1)
@@ -159,7 +160,7 @@ def test_the_planned_runs_are_the_published_ones(monkeypatch):
         for run in stats.read_json(stats.RESULTS / name)[1]:
             if run["text"] == "addresses" or run["purpose"] in ("again", "lambda"):
                 continue
-            key = toys.cell_of(run), run["std"], run["lr"], run["seed"]
+            key = compare.cell_of(run), run["std"], run["lr"], run["seed"]
             published[key] = run["val_loss"]
             if run["purpose"] == "reported":
                 reported.add(key)
