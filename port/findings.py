@@ -74,7 +74,9 @@ def from_search(found, tolerance):
         else:
             findings += of_lambda(float((w.exp_part + w.lambda_init).mean()), near)
     findings += of_number("scale", math.sqrt(w.d), w.scale, near)
-    findings += of_factor(lambda_init, reading, w.factor, near)
+    is_papers = abs(lambda_init - reading.lambda_init) <= near
+    whose = "The paper's" if is_papers else "With your lambda_init the paper's"
+    findings += of_number("factor", 1 - lambda_init, w.factor, near, whose)
     if reading.version > 0:
         findings += of_number("value width", w.paper_d_v, w.d_v, near)
     return findings + of_rotary(w, near) + of_norm_weight(found)
@@ -94,21 +96,10 @@ def nearness(tolerance):
     return max(1e-3, tolerance)
 
 
-def of_number(name, expected, yours, near):
+def of_number(name, expected, yours, near, whose="The paper's"):
     if abs(yours - expected) <= near:
         return []
-    return [Finding(find(name), f"The paper's is {expected:.4g}, yours is {yours:.4g}.")]
-
-
-def of_factor(lambda_init, reading, yours, near):
-    """The factor behind the norm: 1 - lambda_init, also where the port's own is not the paper's."""
-    expected = 1 - lambda_init
-    if abs(lambda_init - reading.lambda_init) <= near:
-        return of_number("factor", expected, yours, near)
-    if abs(yours - expected) <= near:
-        return []
-    detail = f"With your lambda_init, {lambda_init:.4g}, it is {expected:.4g}."
-    return [Finding(find("factor"), f"{detail} Yours is {yours:.4g}.")]
+    return [Finding(find(name), f"{whose} is {expected:.4g}, yours is {yours:.4g}.")]
 
 
 def of_lambda(lam, near):

@@ -189,16 +189,13 @@ class Port:
         return f"{text}. {USE_VECTORS}" if looks_foreign else text
 
 
+@dataclass
 class Filled:
-    """A port with weights: what runs.
+    """A port with weights: what runs."""
 
-    weights: {name: tensor}. parts: {role: [part, ...]} of them, in float64, if they were drawn.
-    """
-
-    def __init__(self, port, weights, parts=None):
-        self.port = port
-        self.weights = weights
-        self.parts = parts
+    port: Port
+    weights: dict  # {name: tensor}
+    parts: dict | None = None  # {role: [part, ...]} of them, in float64, if they were drawn
 
     def run(self, arguments, x):
         """The output, the first one if there are several, or None where such a call fails.

@@ -412,7 +412,7 @@ def test_a_factor_is_that_of_the_ports_own_lambda_init():
     class OfAnotherLayer(wrong.NoFactor):
         lambda_init = 0.8 - 0.6 * math.exp(-0.3 * 4)
 
-    assert "With your lambda_init, 0.6193, it is 0.3807. Yours is 1." in text_of(
+    assert "With your lambda_init the paper's is 0.3807, yours is 1." in text_of(
         diagnose(OfAnotherLayer(), 8, 3))
 
 
