@@ -14,8 +14,8 @@ def check_arm(config):
     batch, or if attend is not make_map times V.
 
     It looks at a first and a last layer, in eval mode and as they train, on the CPU, in float64,
-    with 300 tokens at most. They are copies, whose parameters get some noise, or a gate that starts
-    at 0 would hide an error.
+    with 300 tokens at most, and not at gradients. The layers are copies, whose parameters get some
+    noise: a gate that starts at 0 would hide an error.
     """
     attn = config.attn
     config = replace(config, kernel="map" if config.kernel == "map" else "sdpa")
@@ -32,11 +32,11 @@ def check_arm(config):
             raise Refused(f"{attn} makes numbers that are not finite{mode}")
         # a leak within a chunk is invisible if the text is cut where a chunk ends. So it is cut
         # twice, at lengths without a common divisor
-        for half in (T // 2, T // 2 - 1):
-            later = torch.cat((x[:, :half], torch.randn_like(x[:, half:])), dim=1)
-            compare(layer, later, y[:, :half], f"{attn} sees later tokens{mode}")
+        for n in (T // 2, T - 1):
+            later = torch.cat((x[:, :n], torch.randn_like(x[:, n:])), dim=1)
+            compare(layer, later, y[:, :n], f"{attn} sees later tokens{mode}")
             if not layer.training:  # a dropout would drop something else in a shorter text
-                compare(layer, x[:, :half], y[:, :half], f"{attn} sees later tokens")
+                compare(layer, x[:, :n], y[:, :n], f"{attn} sees later tokens")
         other = torch.cat((x[:1], torch.randn_like(x[1:])))
         compare(layer, other, y[:1], f"{attn} mixes the texts of a batch{mode}")
         layer.config = replace(config, kernel="map")

@@ -38,7 +38,7 @@ def use_module(name):
     try:
         import_module(name)
     except ModuleNotFoundError as e:
-        if e.name != name:  # it is there, and imports something that is not
-            raise
+        if not f"{name}.".startswith(f"{e.name}."):
+            raise  # the module is there, and imports something that is not
         raise Refused(f"--use={name}: Python finds no module of this name (myarm is myarm.py beside "
                       "model.py)") from e

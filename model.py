@@ -91,10 +91,11 @@ class Attention(nn.Module):
 
         make_map(self, q, k, x, rope)    A, (B, h, T, T), causal. q and k are not rotated yet
         attend(self, q, k, v, x, rope)   A V, (B, h, T, d_v), faster. Without it make_map trains
-        project(self, x)                 other q, k and v, each from its own token alone
+        project(self, x)                 other q, k and v, which must not see later tokens
         output(self, y)                  what is done to each head's A V, (B, h, T, d_v)
-        lam(self, x)                     another lambda, in a kind that has one: a number, or a
-                                         tensor (h, 1, 1), or up to (B, h, T, 1)
+        lam(self, x)                     a lambda, if your methods use one (it is logged): a number,
+                                         or a tensor (h, 1, 1), or up to (B, h, T, 1)
+        __init__(self, config, depth)    new weights, after super's, which sets self.d and self.h
 
     A parameter with two dimensions or more counts as a matrix: it decays in training, and the MLP
     gets narrower for it. So keep a vector for each head flat, (h * d,), and unflatten it in lam.
@@ -173,13 +174,13 @@ class Diff(Attention):
 
     Why not learn lambda itself? The paper makes it of products of vectors, as scores are, so that
     it learns at the pace of the other weights. In a new model the two exps nearly cancel, and
-    lambda is lambda_init to within about 0.1. That is larger in deeper layers, which worked well in
-    the paper's runs.
+    lambda is lambda_init to within about 0.1. lambda_init is larger in deeper layers, which worked
+    well in the paper's runs.
 
     Why Eq. 3? A row of A sums to 1 - lambda only, so A V is small, most of all where both maps are
     alike: the norm gives all heads one size. The factor 1 - lambda_init makes it smaller again, so
     that gradients are about as large as in a Transformer (the paper's reason). Still, the output of
-    a head of the first layer begins with size 0.8, and softmax's, a mean of many values, with 0.1.
+    a head of the first layer begins with size 0.8, and softmax's, a mean of many values, with 0.2.
     """
 
     value_width = 2
@@ -406,7 +407,7 @@ class GPTConfig:
 
     attn: str = "softmax"  # kind of attention, a name in ATTENTION
     n_layer: int = 12  # blocks
-    n_head: int = 12  # maps (of diff_v2: pairs of maps). A head of diff and diff_linear has two
+    n_head: int = 12  # maps (of diff_v2: pairs of maps)
     n_embd: int = 768  # channels
     block_size: int = 1024  # tokens of a training sequence
     vocab_size: int = 50257  # of the tokenizer

@@ -62,7 +62,7 @@ def main(argv=None):
             break  # the next tokens would be another document's
         new = tokenizer.decode_single_token_bytes(token.item())
         print(decoder.decode(new), end="", flush=True)
-    print()
+    print(decoder.decode(b"", final=True))
 
 
 if __name__ == "__main__":

@@ -198,6 +198,15 @@ class LeaksInChunks(Attention):
         return (q @ k.mT).masked_fill(chunk[:, None] < chunk, -math.inf).softmax(-1)
 
 
+class LateLeak(Attention):
+    """From token 200 on it sees all."""
+
+    def make_map(self, q, k, x, rope):
+        A = softmax_map(q, k, rope)
+        late = (torch.arange(A.shape[-1]) >= 200)[:, None]
+        return torch.where(late, torch.full_like(A, 1 / A.shape[-1]), A)
+
+
 class MeanOverTime(Attention):
     def forward(self, x, rope=None):
         return self.v_proj(x.mean(1, keepdim=True).expand_as(x))
@@ -287,6 +296,7 @@ class NotANumber(Attention):
 @pytest.mark.parametrize("arm, says", [
     (NoMask, "sees later tokens"),
     (LeaksInChunks, "sees later tokens"),
+    (LateLeak, "sees later tokens"),
     (MeanOverTime, "sees later tokens"),
     (PooledKeys, "sees later tokens"),
     (LeaksInTraining, "sees later tokens while it trains"),

@@ -6,9 +6,10 @@ $ python train.py --attn=softmax,diff,linear    # one after the other, on the sa
 $ python train.py --attn=diff --preset=gpt2     # GPT-2 small on an H100, after prepare_fineweb.py
 $ torchrun --standalone --nproc_per_node=8 train.py --attn=diff --preset=gpt2
 
-Stop it with Ctrl-C or kill -9: the same command goes on from the last checkpoint, and on a CPU,
-with as many threads, it ends in the same bits. The tokens of a step follow from the data, the seed
-and the number of the step, whatever the number of GPUs: there is no data loader with a state.
+Stop it with Ctrl-C or kill -9: the same command, without --restart, goes on from the last
+checkpoint, and on a CPU, with as many threads, it ends in the same bits. The tokens of a step
+follow from the data, the seed and the number of the step, whatever the number of GPUs: there is no
+data loader with a state.
 
 The file has the settings, a step, an evaluation, the loop, and then what comes before the loop.
 """
@@ -45,7 +46,7 @@ HAS_BF16 = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >
 
 @dataclass
 class Config(GPTConfig):
-    """The settings of a run, those of its model among them."""
+    """The settings of a run and its model: those of gpt2. Without --preset a run is toy."""
 
     attn: str = "softmax"  # softmax, diff, diff_v2, linear, diff_linear, or a list: softmax,diff
     vocab_size: tyro.conf.Suppress[int] = 50257  # the tokenizer's
@@ -64,7 +65,7 @@ class Config(GPTConfig):
     seed: int = 1337  # of weights and data order
     eval_every: int = 250  # steps between evaluations; each saves a checkpoint
     eval_tokens: int = 10_485_760  # val tokens of an evaluation
-    log_every: int = 10  # steps between lines of the log
+    log_every: int = 10  # steps between printed lines. log.jsonl gets them with each checkpoint
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # cuda, cuda:1, cpu or mps
     dtype: Literal["float32", "bfloat16"] = "bfloat16" if HAS_BF16 else "float32"  # of matmuls
     compile: bool = True  # torch.compile the model (on cuda)
@@ -220,7 +221,8 @@ def train(config, head, data, val, tokenizer):
     trained = DistributedDataParallel(compiled) if WORLD > 1 else compiled
     print(f"{config.attn}: {size:,} parameters, from step {step} -> {config.out}")
 
-    last, clock = step, time.perf_counter()  # of the last line of the log
+    first = last = step  # last: that of the last line of the log
+    clock = time.perf_counter()
     while step < config.steps:  # all processes come to the same numbers, and decide alike
         loss, grad_norm = training_step(trained, optimizer, data, config, step)
         step += 1
@@ -229,7 +231,7 @@ def train(config, head, data, val, tokenizer):
             continue  # to look at the loss we have to wait for the GPU
         record = dict(step=step, tokens=step * config.total_batch, train_loss=loss.item(),
                       grad_norm=grad_norm.item(), lr=learning_rate(step - 1, config))
-        if step > 1 or compiled is model:  # a compiled model compiles in its first step
+        if compiled is model or last > first:  # a compiled model compiles before its first line
             seconds = time.perf_counter() - clock
             record |= speed(config, size, step, (step - last) * config.total_batch / seconds)
         if evaluate_now:
@@ -313,12 +315,13 @@ def open_data(config):
 
 
 def describe(config, data_hash):
-    """The first line of a run's log: its settings, and hashes of what else it is made of."""
+    """The first line of a run's log: its settings, a hash of the data, and one of the file in which
+    its kind of attention stands, model.py or yours.
+    """
     head = asdict(config) | dict(data_hash=data_hash, date=time.strftime("%Y-%m-%d"))
-    module = ATTENTION[config.attn].__module__
-    file = getattr(sys.modules[module], "__file__", None)  # a notebook has none
-    if module != "model" and file:
-        head["file_hash"] = sha256(Path(file).read_bytes()).hexdigest()[:12]  # of your own kind
+    file = getattr(sys.modules[ATTENTION[config.attn].__module__], "__file__", None)
+    if file:  # a notebook has none
+        head["file_hash"] = sha256(Path(file).read_bytes()).hexdigest()[:12]
     return head
 
 
@@ -369,7 +372,8 @@ def main(argv=None):
     try:
         losses = [train(config, head, data, val, tokenizer) for config, head in zip(configs, heads)]
     except KeyboardInterrupt:
-        sys.exit("\nstopped: the same command, without --restart, goes on from the last checkpoint")
+        sys.exit("\nstopped: the same command, without --restart, goes on from the last checkpoint, "
+                 "if there is one")
     if WORLD > 1:
         dist.destroy_process_group()
     for config, loss in zip(configs, losses):

@@ -235,7 +235,7 @@ def test_lambda_is_logged_where_there_is_one(write_own):
     ("--device=tpu9", "device can't be tpu9"),
     ("--device=mps", "device can't be mps"),
     ("--kernel=flash_attn", "--kernel=flash_attn needs the package flash-attn"),
-    ("--use=nothing", "--use=nothing: Python finds no module of this name"),
+    ("--use=nothing.at_all", "--use=nothing.at_all: Python finds no module of this name"),
     ("--out=short.txt/x", "--out=short.txt/x/softmax can't be made"),
     ("--data=nowhere", "--data=nowhere can't be read.*it is not there"),
     ("--data=data/fineweb_edu", "it is not there .prepare_fineweb.py makes"),
@@ -298,7 +298,7 @@ def test_a_damaged_checkpoint_says_so_and_a_lost_one_does_not_cost_the_log():
     assert log_of("out/toy/softmax") == log
 
 
-def test_an_edited_attention_of_ones_own_is_another_run(write_own):
+def test_an_edited_file_of_an_attention_is_another_run(write_own):
     write_own(MINE)
     train.main([*TOY, "--steps=4", "--use=myarm", "--attn=mine"])
     write_own(MINE.replace("rope)\nATT", "rope) / 2\nATT"))
