@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import functional_call, vmap
 
-from train import BETAS, EPS, decays, learning_rate, permutation
+from train import learning_rate, make_optimizer, permutation
 
 ALIGN = 32  # each parameter begins at a multiple of so many numbers, as fast kernels want it
 
@@ -45,9 +45,6 @@ class Together:
         self.device = device
         self.shapes = {name: p.shape for name, p in model.named_parameters()}
         self.sizes = [p.numel() + -p.numel() % ALIGN for p in model.parameters()]
-        parts = [torch.full((size,), float(decays(p)))
-                 for size, p in zip(self.sizes, model.parameters())]
-        self.decays = torch.cat(parts).to(device)  # (P,)
         self.losses = vmap(self.loss)
         self.losses_on_val = vmap(self.loss, in_dims=(0, None))
         self.update = adamw
@@ -76,15 +73,26 @@ class Together:
         numbers = torch.from_numpy(numbers).to(self.device)  # (steps, N, B)
         data = torch.from_numpy(data.astype(np.int16)).to(self.device)
         limit = config.grad_clip if config.grad_clip > 0 else math.inf  # as in train.py
-        decay = self.decays * config.weight_decay
+        decay, betas, eps = self.settings(config)
         for step in range(config.steps):
             tokens = sequences(data, numbers[step], config.block_size)  # (N, B, T + 1)
             # a model's parameters move its own loss alone
             (gradient,) = torch.autograd.grad(self.losses(params, tokens).sum(), params)
             rate = rates * (learning_rate(step, config) / config.lr)
-            bias = torch.tensor([1 - beta ** (step + 1) for beta in BETAS]).to(rate)
-            self.update(params, gradient, mean, square, rate, bias, decay, limit)
+            bias = torch.tensor([1 - beta ** (step + 1) for beta in betas]).to(rate)
+            self.update(params, gradient, mean, square, rate, bias, decay, betas, eps, limit)
         return self.evaluate(params, config, val), params
+
+    def settings(self, config):
+        """What train.py's optimizer has: (the decay of each parameter, (P,), betas, eps)."""
+        optimizer = make_optimizer(self.model, config)
+        decay_of = {}
+        for group in optimizer.param_groups:
+            decay_of |= dict.fromkeys(group["params"], group["weight_decay"])
+        parts = [torch.full((size,), decay_of[p])
+                 for size, p in zip(self.sizes, self.model.parameters())]
+        defaults = optimizer.defaults
+        return torch.cat(parts).to(self.device), defaults["betas"], defaults["eps"]
 
     @torch.no_grad()
     def evaluate(self, params, config, val):
@@ -99,12 +107,12 @@ class Together:
 
 
 @torch.no_grad()
-def adamw(params, gradient, mean, square, rate, bias, decay, limit):
+def adamw(params, gradient, mean, square, rate, bias, decay, betas, eps, limit):
     """The end of train.training_step: a limit on each model's gradient, and a step of AdamW."""
     norm = gradient.norm(dim=1, keepdim=True)  # (N, 1)
     gradient = gradient * (limit / (norm + 1e-6)).clamp(max=1)  # as in clip_grad_norm_
     rate = rate[:, None]  # (N, 1)
     params.mul_(1 - rate * decay)
-    mean.lerp_(gradient, 1 - BETAS[0])
-    square.lerp_(gradient * gradient, 1 - BETAS[1])
-    params.sub_(rate / bias[0] * mean / ((square / bias[1]).sqrt() + EPS))
+    mean.lerp_(gradient, 1 - betas[0])
+    square.lerp_(gradient * gradient, 1 - betas[1])
+    params.sub_(rate / bias[0] * mean / ((square / bias[1]).sqrt() + eps))

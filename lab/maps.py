@@ -1,33 +1,25 @@
 """
 What a trained model attends to: the map of every head, for a text.
 
-    python -m lab.maps --ckpt=out/toy/diff --text "to be or not to be" --out=out/maps
+    python -m lab.maps --ckpt=out/toy/diff --text "to be or not to be"
 
-It draws maps.png, with a row of panels for each layer and a panel for each head (Figure 1 of the
-paper shows such maps). A map is what is left after the subtraction, so it can be negative. Row i of
-it is what token i takes from each token j <= i.
+It draws out/maps/maps.png, with a row of panels for each layer and a panel for each head (Figure 1
+of the paper shows such maps). A map is what is left after the subtraction, so it can be negative.
+Row i of it is what token i takes from each token j <= i.
 """
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from check_arm import lambda_of
-from data import one_sentence
-from lab.checkpoints import load_checkpoint, load_tokenizer
-from lab.stats import new_figure, parser
-from model import make_rope
+import lab.arms  # noqa: F401, it adds its classes to model.ATTENTION
+from cli import use_module
+from data import get_tokenizer
+from lab.stats import new_figure, one_line, parser
+from model import GPT, Refused, make_rope
+from sample import newest_checkpoint
 
 LONGEST = 64  # tokens. In a map of more the labels can't be read
-
-
-def layers(model, idx):
-    """(block, x, rope) of each layer for the tokens idx (B, T). x: what the block reads."""
-    x = model.wte(idx)
-    rope = make_rope(model.config, idx.shape[1], idx.device, x.dtype)
-    for block in model.blocks:
-        yield block, x, rope
-        x = block(x, rope, {})
 
 
 @torch.no_grad()
@@ -36,10 +28,16 @@ def attention_maps(model, idx):
 
     lambda is its mean over heads and tokens, and None where a layer has none.
     """
+    x = model.wte(idx)
+    rope = make_rope(model.config, idx.shape[1], idx.device, x.dtype)
     found = []
-    for block, x, _ in layers(model, idx):
+    for block in model.blocks:
         h = block.norm1(x)
-        found.append((block.attn.map(h)[0], lambda_of(block.attn, h)))
+        lam = None
+        if hasattr(block.attn, "lam"):
+            lam = torch.as_tensor(block.attn.lam(h)).float().mean().item()
+        found.append((block.attn.map(h)[0], lam))
+        x = block(x, rope)
     return found
 
 
@@ -54,6 +52,9 @@ def draw(maps, tokens):
     entries = torch.cat([A[:, 1:, 1:].flatten() for A, _ in maps]).abs()
     # the first token often has most of the weight, which would leave no colour for the rest
     largest = entries[entries > 0].quantile(0.97).item()
+    labels = [readable(token) for token in tokens]
+    size = min(letters, 170 / T)
+    upright = 0 if max(map(len, labels)) == 1 else 90
     for i, ax in enumerate(axes):
         layer, head = divmod(i, heads)
         A, lam = maps[layer]
@@ -65,15 +66,14 @@ def draw(maps, tokens):
         ax.set_title(title, fontsize=letters)
         ax.grid(False)
         ax.tick_params(length=0)
-        labels = [readable(token) for token in tokens]
-        size = min(letters, 170 / T)
-        upright = 0 if max(map(len, labels)) == 1 else 90
         ax.set_xticks(range(T), labels, fontsize=size, rotation=upright)
         ax.set_yticks(range(T), labels, fontsize=size)
     figure.supylabel("token i takes", fontsize=letters)
     figure.supxlabel("from token j", fontsize=letters)
     bar = figure.colorbar(image, ax=list(axes), shrink=0.5, extend="both", pad=0.02)
     bar.ax.tick_params(labelsize=letters)
+    for _ in range(2):  # square panels move when they get their size, so that one pass is too few
+        figure.draw_without_rendering()
     return figure
 
 
@@ -82,30 +82,40 @@ def readable(token):
     return token.replace(" ", "␣").replace("\n", "↵").replace("$", r"\$")
 
 
-def read_checkpoint(path, text):
-    """(model, tokenizer, tokens of the text). OSError or ValueError if something is wrong."""
-    file, model = load_checkpoint(path)
-    tokenizer = load_tokenizer(file, model)
-    encode = getattr(tokenizer, "encode_ordinary", tokenizer.encode)  # transformers has the latter
-    tokens = encode(text)
-    if not 2 <= len(tokens) <= LONGEST:
-        raise ValueError(f"--text has {len(tokens)} tokens. A map of 2 to {LONGEST} can be read")
-    return model, tokenizer, tokens
+def tokenizer_of(file, extra):
+    """The tokenizer of a checkpoint: one of data.py, or one that lab/hf.py has left beside it."""
+    if "tokenizer" in extra:
+        return get_tokenizer(extra["tokenizer"])
+    if not (file.parent / "tokenizer.json").exists():
+        raise Refused(f"{file} does not name its tokenizer, and none lies beside it")
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(file.parent)
 
 
 def main(argv=None):
     p = parser("lab.maps", __doc__)
-    p.add_argument("--ckpt", type=Path, help="file, or folder of a run (the newest below out/)")
+    p.add_argument("--ckpt", type=Path, default="out", help="file, or folder: its newest one (out)")
+    p.add_argument("--use", help="module with the attention, if it is your own, like myarm")
     p.add_argument("--text", default="to be or not to be", help="what the model reads")
-    p.add_argument("--out", type=Path, default=Path("out/maps"), help="folder (out/maps)")
+    p.add_argument("--out", type=Path, default="out/maps", help="folder (out/maps)")
     args = p.parse_args(argv)
-    with one_sentence("lab.maps", ValueError):
-        model, tokenizer, tokens = read_checkpoint(args.ckpt, args.text)
-    maps = attention_maps(model, torch.tensor([tokens]))
-    args.out.mkdir(parents=True, exist_ok=True)
-    draw(maps, [tokenizer.decode([token]) for token in tokens]).savefig(args.out / "maps.png")
-    print(f"-> {args.out / 'maps.png'}")
+    if args.use:
+        use_module(args.use)
+    file = newest_checkpoint(args.ckpt)
+    model, extra = GPT.load(file)
+    tokenizer = tokenizer_of(file, extra)
+    tokens = tokenizer.encode(args.text)
+    if not 2 <= len(tokens) <= LONGEST:
+        raise Refused(f"--text has {len(tokens)} tokens. A map of 2 to {LONGEST} can be read")
+    figure = draw(attention_maps(model, torch.tensor([tokens])),
+                  [tokenizer.decode([token]) for token in tokens])
+    out = args.out.expanduser()
+    out.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out / "maps.png")
+    print(f"-> {out / 'maps.png'}, from {file}")
 
 
 if __name__ == "__main__":
-    main()
+    with one_line():
+        main()

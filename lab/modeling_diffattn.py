@@ -1,7 +1,7 @@
 """
 A GPT of model.py in the clothes of transformers.
 
-lab/to_hf.py copies this file and model.py into a folder, in which transformers finds both.
+lab/hf.py copies this file and model.py into a folder, in which transformers finds both.
 """
 import torch
 import torch.nn.functional as F

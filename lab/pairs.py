@@ -21,11 +21,10 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from check_arm import lambda_of
-from lab import arms
-from model import ATTENTION, GPT, GPTConfig
+from check_arm import check_arm
+from lab.arms import DiffNoNorm, Norm
+from model import ATTENTION, GPT, Diff, GPTConfig
 
-arms.register()
 QUERIES = 8
 RIGHT = 64 - QUERIES  # the pair that the first query asks for. A crowd is in those before it
 STEPS = 1500
@@ -118,6 +117,16 @@ def held(arm, number):
     return Held
 
 
+def attention_of(run):
+    """The class of attention of a run, with an output norm or without, and with its cap."""
+    arm = ATTENTION[run.arm]
+    if run.norm and not issubclass(arm, Diff):  # which has one by itself
+        arm = type("WithNorm", (arm, Norm), {})
+    if not run.norm and arm is Diff:
+        arm = DiffNoNorm
+    return arm if run.tau is None else capped(arm, run.tau)
+
+
 class Reader(GPT):
     """One block that reads texts of pairs. held_lambda: a number that takes the place of lambda.
 
@@ -128,14 +137,11 @@ class Reader(GPT):
         config = GPTConfig(
             attn=run.arm, n_layer=1, n_embd=64, rope_theta=0,
             n_head=run.heads * ATTENTION[run.arm].value_width,
-            subln=float(run.norm),  # the same for all arms
             vocab_size=run.keys + run.values + 1,  # and the mark of a query
         )
         super().__init__(config, seed=None)
         self.run = run
-        arm = ATTENTION[run.arm]
-        if run.tau is not None:
-            arm = capped(arm, run.tau)
+        arm = attention_of(run)
         if held_lambda is not None:
             arm = held(arm, held_lambda)
         self.blocks[0].attn = arm(config, depth=0)
@@ -173,15 +179,18 @@ class Reader(GPT):
     @torch.no_grad()
     def own_lambda(self):
         """The mean lambda of the queries. 0 if nothing is subtracted."""
+        attn = self.blocks[0].attn
+        if not hasattr(attn, "lam"):
+            return 0.0
         x = self.blocks[0].norm1(self.tokens(shown_texts(0)))[:, -QUERIES:]
-        lam = lambda_of(self.blocks[0].attn, x)
-        return 0.0 if lam is None else round(lam, 4)
+        return round(torch.as_tensor(attn.lam(x)).float().mean().item(), 4)
 
 
 def train(run, steps=STEPS):
     """A trained Reader. Every step has new texts, the same for all arms."""
     torch.set_num_threads(1)  # a model this small has nothing to share
     reader = Reader(run)
+    check_arm(reader.config)
     optimizer = torch.optim.AdamW(reader.parameters(), lr=run.lr, betas=(0.9, 0.95), weight_decay=0)
     generator = torch.Generator().manual_seed(run.seed)
     for step in tqdm(range(steps), run.arm, mininterval=1):

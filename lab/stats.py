@@ -1,19 +1,22 @@
 """
-What the programs share: flags, means with intervals, tables, JSON files and figures.
+What the programs share: the end of a program, means with intervals, files of runs and figures.
 
 A ± is always half of an interval, of 95 % unless a call says another level.
 """
 import argparse
 import json
 import math
-import os
-import re
+import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
-RESULTS = Path(__file__).parent / "results"  # the pages, with their data and figures
-# Okabe and Ito's colours, which every kind of eye can tell apart
+from cli import one_sentence
+from model import Refused
+
+RESULTS = Path(__file__).parent / "results"  # the published runs and figures
+# the colours of all figures: Okabe and Ito's, which every kind of eye can tell apart
 COLORS = {
     "softmax": "#0072B2",
     "softmax_average": "#56B4E9",
@@ -22,9 +25,23 @@ COLORS = {
     "linear": "#009E73",
     "linear_average": "#000000",
     "diff_linear": "#CC79A7",
-    "gate": "#777777",
-    "softmax with a norm": "#009E73",  # as linear, beside which it never stands
+    "right": "#009E73",  # of the pairs of a look-up: the right one, those that agree, the others
+    "crowd": "#D55E00",
+    "crowd, summed": "#F3CFB3",
+    "other": "#888888",
 }
+
+
+# ---- programs
+
+@contextmanager
+def one_line():
+    """Around a whole program: what its user has to change is one sentence, and so is Ctrl-C."""
+    try:
+        with one_sentence():
+            yield
+    except KeyboardInterrupt:
+        sys.exit("\nstopped")
 
 
 def parser(module, text):
@@ -33,12 +50,7 @@ def parser(module, text):
     return argparse.ArgumentParser(f"python -m {module}", description=text, formatter_class=style)
 
 
-def run_verb(module, text, argv, **verbs):
-    """Calls the function that a command line names by its verb."""
-    p = parser(module, text)
-    p.add_argument("verb", choices=verbs)
-    verbs[p.parse_args(argv).verb]()
-
+# ---- statistics
 
 def mean_interval(values):
     """(mean, half of its interval by Student's t). The half is nan for n < 2 or a value of inf."""
@@ -71,22 +83,6 @@ def plus_minus(mean, half, digits=3):
     return text if math.isnan(half) else f"{text} ± {half:.{digits}f}"
 
 
-def difference_text(a, b, of):
-    """The difference of two lists of losses, like "0.123 ± 0.004", and bold if it is sure.
-
-    It is sure if its interval excludes 0 after a correction for all differences of the page, of
-    which there are so many (Bonferroni).
-    """
-    text = plus_minus(*difference(a, b))
-    mean, half = difference(a, b, level=1 - 0.05 / of)
-    return f"**{text}**" if abs(mean) > half else text
-
-
-def line_of_difference(name, a, b, of):
-    """A line of a table: the difference of two lists of losses, and n. of: see above."""
-    return {"difference": name, "val loss": difference_text(a, b, of), "n": min(len(a), len(b))}
-
-
 def markdown(rows):
     """A Markdown table of dicts that have the same keys, its columns."""
     lines = [rows[0], ["---"] * len(rows[0])]
@@ -94,37 +90,36 @@ def markdown(rows):
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def renew(page, parts):
-    """Write parts of a page anew, {name: text}: what stands from <!-- name --> to <!-- end -->.
+# ---- files of runs
 
-    Numbers get the minus that prose has. ValueError if the page has no place for one of the parts.
+def read_runs(path):
+    """The runs of a file: a .jsonl has one in a line, and a published .json has a head before them.
+
+    Refused if a line is no run, such as the half of one that a full disk leaves.
     """
-    text = page.read_text(encoding="utf-8")
-    for name, part in parts.items():
-        part = re.sub(r"(?<!\w)-(?=\d)", "−", part)
-        place = rf"(?<=<!-- {name} -->\n).*?(?=<!-- end -->)"
-        text, count = re.subn(place, lambda _: f"{part}\n", text, count=1, flags=re.DOTALL)
-        if count == 0:
-            raise ValueError(f"{page} has no place for {name}")
-    page.write_text(text, encoding="utf-8")
-    print(f"-> {page}")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        if Path(path).suffix == ".json":
+            return json.loads(text)["runs"]
+    except (OSError, ValueError, KeyError) as e:
+        raise Refused(f"{path} can't be read as runs: {e!r:.200}") from e
+    runs = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            runs.append(dict(json.loads(line)))
+        except (ValueError, TypeError) as e:
+            raise Refused(f"{path} has no run in line {number}: delete that line") from e
+    return runs
 
 
-def write_json(path, about, runs):
-    """Write {**about, "runs": [...]}, one run a line. A kill leaves the old file whole."""
-    head = "".join(f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in about.items())
-    lines = ",\n".join(json.dumps(run) for run in runs)
-    with open(f"{path}.tmp", "w", encoding="utf-8") as f:
-        f.write(f'{{{head}"runs": [\n{lines}\n]}}\n')
-    os.replace(f"{path}.tmp", path)
+def add_run(path, run):
+    """Add a run to a file of lines."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8") as f:
+        f.write(json.dumps(run) + "\n")
 
 
-def read_json(path):
-    """(about, runs) of a file that write_json wrote."""
-    with open(path, encoding="utf-8") as f:
-        about = json.load(f)
-    return about, about.pop("runs")
-
+# ---- figures
 
 def new_figure(rows=1, columns=1, width=6, height=4):
     """A figure of our one style, and a flat array of its axes. width and height are in inches."""

@@ -1,29 +1,24 @@
 """lab/arms.py: every arm beside a formula of few lines."""
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
 
+import lab.arms  # noqa: F401, it adds its classes to model.ATTENTION
 import train
 from check_arm import check_arm
-from lab import arms
 from model import ATTENTION, GPT, GPTConfig, make_rope, phi, softmax_map
-from tests.helpers import TOP
+from tests import equations
 
 torch.set_num_threads(1)
 T = 20
 TINY = dict(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=64)
-arms.register()
 OURS = [name for name, cls in ATTENTION.items() if cls.__module__ == "lab.arms"]
-FLAGS = ["--preset=toy", "--device=cpu", "--n_layer=1", "--n_embd=16", "--block_size=16",
-         "--total_batch=32", "--eval_tokens=64", "--steps=2"]
 
 
-def make(attn, **settings):
-    """A layer in float64, and an input of 20 tokens, longer than the block of 16."""
-    layer = GPT(GPTConfig(attn, **TINY, **settings)).double().blocks[1].attn
+def make(attn):
+    """The second layer in float64, and an input of 20 tokens, longer than the block of 16."""
+    layer = GPT(GPTConfig(attn, **TINY)).double().blocks[1].attn
     generator = torch.Generator().manual_seed(0)
     return layer, torch.randn(2, T, 32, dtype=torch.float64, generator=generator)
 
@@ -35,20 +30,20 @@ def maps_of(layer, x):
 
 
 @pytest.mark.parametrize("attn", OURS)
-def test_an_arm_is_its_map_without_the_future_and_is_sampled(attn):
+def test_two_forms_agree_and_no_token_sees_a_later_one(attn):
     (config,) = train.parse(["--preset=toy", f"--attn={attn}", "--n_layer=2"])
-    check_arm(config)  # that its two forms agree, and that it sees no later token
-    layer, x = make(attn, subln=0.0)
-    A = layer.map(x)
-    y = (A @ layer.project(x)[2]).transpose(1, 2).flatten(2) @ layer.out_proj.weight.T
-    torch.testing.assert_close(layer(x), y, rtol=1e-10, atol=1e-10)
-    assert not A.triu(1).any()
+    check_arm(config)
+    layer, x = make(attn)
+    assert not layer.map(x).triu(1).any()
 
-    model = GPT(GPTConfig(attn, **TINY))
-    idx = torch.arange(6)[None]
-    for token in model.generate(idx, 8, temperature=0):
-        assert token == model(idx)[0].argmax()  # by all tokens anew
-        idx = torch.cat((idx, token[:, None]), dim=1)
+
+@pytest.mark.parametrize("attn", ["softmax_average", "linear_average"])
+def test_minus_the_average_is_its_equation_in_numpy(attn):
+    layer, x = make(attn)
+    weight = {name: p.numpy(force=True) for name, p in layer.named_parameters()}
+    found = equations.layer(attn, weight, x.numpy(), 4, depth=1)
+    torch.testing.assert_close(layer.map(x), torch.from_numpy(found["A"]))
+    torch.testing.assert_close(layer(x), torch.from_numpy(found["y"]))
 
 
 @pytest.mark.parametrize("attn, spans", [
@@ -73,43 +68,28 @@ def test_decay_makes_far_weights_smaller_before_they_are_normalized(attn, spans)
     torch.testing.assert_close(layer.map(x), A / z)
 
 
-def test_both_linear_maps_of_a_head_have_one_span():
-    decay, _ = make("diff_linear_decay")
-    assert (1 / arms.decay_rates(decay)).flatten().tolist() == pytest.approx([4, 4, 32, 32])
+def test_other_signs():
+    layer, x = make("softmax_sum")
+    maps, lam = maps_of(layer, x), ATTENTION["diff"].lam(layer, x)
+    assert lam > 0
+    torch.testing.assert_close(layer.map(x), (maps[:, 0::2] + lam * maps[:, 1::2]) / (1 + lam))
 
+    layer, x = make("diff_v2_free_plus")
+    maps, lam = maps_of(layer, x), ATTENTION["diff_v2"].lam(layer, x)
+    plus = maps[:, 0::2] + lam * maps[:, 1::2]
+    torch.testing.assert_close(layer.map(x), plus)
 
-@pytest.mark.parametrize("attn, like, sign, is_divided", [
-    ("softmax_sum", "diff", 1, True),
-    ("diff_v2_minus", "diff_v2", -1, True),
-    ("diff_v2_plus", "diff_v2", 1, True),
-    ("diff_v2_free_plus", "diff_v2", 1, False),
-])
-def test_two_maps_with_a_sign(attn, like, sign, is_divided):
-    layer, x = make(attn)
-    maps = maps_of(layer, x)
-    lam = ATTENTION[like].lam(layer, x)
-    assert (lam > 0).all()
-    expected = maps[:, 0::2] + sign * lam * maps[:, 1::2]
-    if is_divided:
-        expected = expected / (1 + sign * lam)
-    torch.testing.assert_close(layer.map(x), expected)
-
-
-def test_a_smaller_plus_has_rows_as_large_as_those_of_diff_v2():
-    layer, x = make("diff_v2_smaller_plus")
-    maps = maps_of(layer, x)
-    lam = ATTENTION["diff_v2"].lam(layer, x)
-    expected = (maps[:, 0::2] + lam * maps[:, 1::2]) * (1 - lam) / (1 + lam)
-    torch.testing.assert_close(layer.map(x), expected)
-    torch.testing.assert_close(expected.sum(-1), (1 - lam[..., 0]).expand(expected.shape[:-1]))
+    smaller, _ = make("diff_v2_smaller_plus")
+    smaller.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(smaller.map(x), plus * (1 - lam) / (1 + lam))
+    sums = smaller.map(x).sum(-1, keepdim=True)
+    torch.testing.assert_close(sums, (1 - lam).expand_as(sums))  # as in diff_v2
 
 
 def test_gates():
     gate, x = make("gate")
     expected = maps_of(gate, x) * torch.sigmoid(gate.gate_proj(x)).mT[..., None]
     torch.testing.assert_close(gate.map(x), expected)
-    model = GPT(GPTConfig("gate", 4, 4, 128, vocab_size=257))
-    assert sum(p.numel() for p in model.parameters()) == 820_864  # softmax has 820,352
 
     two, x = make("two_gates")
     a, b = torch.sigmoid(two.gate_proj(x)).mT[..., None].unflatten(1, (4, 2)).unbind(2)
@@ -117,36 +97,28 @@ def test_gates():
     torch.testing.assert_close(two.map(x), a * maps[:, 0::2] + b * maps[:, 1::2])
 
 
-def test_parts_of_diff():
+def test_minus_the_own_value():
     own, x = make("softmax_own")
     expected = maps_of(own, x) - own.lambda_average * torch.eye(T).double()
     torch.testing.assert_close(own.map(x), expected)
 
-    factor, _ = make("softmax_factor")  # 1 - lambda_init of layer 1 is 0.6444909 (l = 2 in Eq. 3)
-    softmax, _ = make("softmax", subln=1.0)
-    softmax.load_state_dict(factor.state_dict())
-    torch.testing.assert_close(factor(x), 0.6444909 * softmax(x))
-    assert make("diff_constant")[0].lambda_init == 0.8
 
-
-# ---- the program
-
-def test_it_trains_and_samples(capsys):
-    assert arms.main([*FLAGS, "--attn=gate", "--out=not--ckpt"]) == 0  # a folder of this name
-    assert "val loss" in capsys.readouterr().out
-    for flag in (["--ckpt=not--ckpt/gate"], ["--ckpt", "not--ckpt/gate"]):
-        assert arms.main([*flag, "--prompt=Once", "--max_new_tokens=3", "--device=cpu"]) == 0
-        assert capsys.readouterr().out.startswith("Once")
-
-
-def test_its_exit_code_is_1_if_a_run_diverged():
-    code = arms.main([*FLAGS, "--attn=gate", "--lr=1e30", "--steps=8"])
-    assert code == 1 and type(code) is int
-
-
-def test_help_has_a_line_for_each_arm():
-    command = [sys.executable, "-m", "lab.arms", "--help"]
-    lines = subprocess.check_output(command, cwd=TOP, text=True).splitlines()
-    assert "  gate                   A_ij sigmoid(w . x_i): " in "\n".join(lines)
-    assert [line.split()[0] for line in lines[-len(OURS) :]] == OURS
-    assert max(map(len, lines)) <= 100
+@pytest.mark.parametrize("attn, factor, first_weight", [
+    ("softmax_norm", 1, 1.0),
+    ("linear_norm", 1, 1.0),
+    ("softmax_factor", 0.6444909, 1.0),  # 1 - lambda_init of the second layer
+    ("softmax_factor_small", 0.2, 1.0),
+    ("diff_constant", 0.2, 1.0),
+    ("diff_norm_low", 0.6444909, 0.2),
+    ("diff_no_norm", None, None),
+])
+def test_norm_and_factor(attn, factor, first_weight):
+    layer, x = make(attn)
+    y = layer.map(x) @ layer.project(x)[2]  # (B, h, T, d_v)
+    if factor is None:
+        assert not hasattr(layer, "subln") and layer.lambda_init > 0
+    else:
+        size = (y.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        y = factor * first_weight * y / size
+    expected = layer.out_proj(y.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(layer(x), expected, rtol=1e-6, atol=1e-9)
