@@ -5,13 +5,12 @@ import math
 import re
 import shutil
 import subprocess
-from statistics import fmean
 
 import pytest
 
-from lab import lookup, pairs, page
-from lab.stats import read_json
-from lab.tests.pages import words_of
+from docs import page
+from lab import lookup, pairs
+from lab.stats import RESULTS, read_runs
 
 PAGE = page.PAGE.read_text(encoding="utf-8")
 DATA = json.loads(re.search(r'id="data">(.*?)</script>', PAGE, re.DOTALL)[1])
@@ -45,7 +44,7 @@ def test_it_is_one_file_whose_links_stay_in_the_repository():
 def test_what_it_says_is_true():
     """Of its own models, which are those of the pictures."""
     tables = DATA["models"]["2"]["answers"]
-    rows = read_json(lookup.RESULTS / "lookup-shown.json")[1]
+    rows = read_runs(RESULTS / "lookup-shown.json")
     for minus, row in zip(("own", "average", "second"), rows):
         step = DATA["models"]["2"]["lambdas"][minus].index(round(row["lambda"], 3))
         right = [share / 10 for share in tables[minus]["right"][step][:49]]
@@ -129,13 +128,3 @@ def test_on_a_phone_the_votes_stay_in_sight(tmp_path):
     for control in ("board", "m", "lam"):
         assert f'data-{control}="true"' in dom
 
-
-def test_the_gap_that_a_page_of_the_lab_names():
-    """How much larger the right pair's logit is than the mean exponential of a crowd's."""
-    logits = DATA["models"]["2"]["maps"]["one"]
-    gaps = []
-    for plain, crowd in zip(logits["plain"], logits["crowd"]):
-        gaps.append(plain[pairs.RIGHT] - math.log(fmean(map(math.exp, crowd))))
-    e_to_gap = fmean(map(math.exp, gaps))
-    assert (f"it is {min(gaps):.2f} to {max(gaps):.2f}, so e^gap is {e_to_gap:.1f} on average"
-            in words_of("lookup.md"))

@@ -1,10 +1,10 @@
 """
-Writes docs/index.html, a page on which a reader plays with the look-up of lab/pairs.py.
+Writes the numbers of docs/index.html, a page on which a reader plays with the look-up of the lab.
 
-    python -m lab.page    # trains six small models on one thread: some six minutes
+    python -m docs.page    # trains six small models on one thread: some six minutes
 
-The page is lab/page.html with numbers in it, in one file that needs no server and no network. Its
-models are the three of `python -m lab.lookup`, and the same without a cap. It has the logits of the
+The page is one file, which needs no server and no network. All but its numbers is written by hand
+there. Its models are the three of `python -m lab.lookup`, and the same without a cap. It has the logits of the
 trained layers for a few texts, and makes the maps of them itself, for every crowd and every lambda.
 What a whole model answers is in tables, since the models are too large.
 
@@ -12,6 +12,7 @@ A pair's logit depends on its key and its value only, since there are no positio
 for each pair are enough: with its own value, and with that of the crowd.
 """
 import json
+import re
 from itertools import groupby
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import torch
 
 from lab.lookup import shown_models
 from lab.pairs import QUERIES, RIGHT, STEPS, Texts, shown_texts
-from lab.stats import parser
+from lab.stats import one_line, parser
 from model import make_rope, softmax_map
 
 CROWDS = range(RIGHT + 1)
@@ -33,8 +34,8 @@ MINUS = {
     "second": ("diff", "diff"),
 }
 EXAMPLES = 6  # the first of the texts, which are on the page
-TEMPLATE = Path(__file__).with_suffix(".html")
-PAGE = Path(__file__).parents[1] / "docs" / "index.html"
+PAGE = Path(__file__).with_name("index.html")
+DATA = re.compile(r'(?<=<script type="application/json" id="data">).*(?=</script>)')
 
 
 def first_texts(m, B):
@@ -130,21 +131,16 @@ def collect(steps, B):
 
 def fill(data):
     """The page with these numbers."""
-    page = TEMPLATE.read_text(encoding="utf-8")
-    for name, text in {
-        "look-ups": f"{data['look_ups']:,}",
-        "steps": f"{data['steps']:,}",
-        "data": json.dumps(data, separators=(",", ":")),
-    }.items():
-        page = page.replace(f"@{name}@", text)
-    return page
+    numbers = json.dumps(data, separators=(",", ":"))
+    return DATA.sub(lambda _: numbers, PAGE.read_text(encoding="utf-8"))
 
 
 def main(argv=None):
-    parser("lab.page", __doc__).parse_args(argv)
+    parser("docs.page", __doc__).parse_args(argv)
     PAGE.write_text(fill(collect(STEPS, B=128)), encoding="utf-8")
     print(f"-> {PAGE}")
 
 
 if __name__ == "__main__":
-    main()
+    with one_line():
+        main()

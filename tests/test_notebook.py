@@ -8,7 +8,7 @@ needed = "needs lab/requirements.txt"
 nbclient = pytest.importorskip("nbclient", reason=needed)
 nbformat = pytest.importorskip("nbformat", reason=needed)
 pytest.importorskip("ipykernel", reason=needed)
-TOP = Path(__file__).parents[2]  # of the repository
+TOP = Path(__file__).parents[1]  # of the repository
 TEXT = (TOP / "notebook.ipynb").read_text(encoding="utf-8")
 SAID = {  # of the class in the cell of a blank, if the answer is filled in
     "Difference": "Difference: train.py's check finds no fault\nSAME\n",
