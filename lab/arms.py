@@ -12,6 +12,7 @@ import math
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 from model import (
     ATTENTION, NORM_EPS, Attention, Diff, DiffV2, Linear, Softmax, features, linear_attention,
@@ -59,6 +60,20 @@ class LinearAverage(SoftmaxAverage):  # inherits its lambda. Both forms are repl
 
     def attend(self, q, k, v, x, rope):
         return linear_attention(*features(q, k, rope), v) - self.lam(x) * running_mean(v)
+
+
+class GatedAverage(SoftmaxAverage):
+    """A - sigmoid(w . x) U: diff_v2 with the average in place of its second map.
+
+    Its rows have the sums of diff_v2's, and A the same share of them.
+    """
+
+    def __init__(self, config, depth):
+        super().__init__(config, depth)
+        del self.lambda_average
+        self.lambda_proj = nn.Linear(config.n_embd, self.h, bias=False)
+
+    lam = DiffV2.lam
 
 
 class SoftmaxOwn(SoftmaxAverage):
@@ -151,6 +166,18 @@ class SoftmaxSum(Diff):
 
     def attend(self, q, k, v, x, rope):
         return super().attend(q, k, v, x, rope) / (1 - self.lam(x))
+
+
+class DiffV2FreeSign(DiffV2):
+    """A_1 - lambda A_2, where lambda = tanh(w . x) starts at 0 and may be a plus."""
+
+    def __init__(self, config, depth):
+        super().__init__(config, depth)
+        del self.lambda_proj  # a GPT would draw it
+        self.lambda_w = nn.Parameter(torch.zeros(self.h, config.n_embd))
+
+    def lam(self, x):
+        return upcast(F.linear(x, self.lambda_w)).tanh().mT[..., None]  # (B, h, T, 1)
 
 
 class DiffV2FreePlus(DiffV2):
@@ -263,6 +290,7 @@ class LinearOneShortHead(Attention):
 ATTENTION.update(
     softmax_average=SoftmaxAverage,
     linear_average=LinearAverage,
+    gated_average=GatedAverage,
     softmax_own=SoftmaxOwn,
     softmax_norm=SoftmaxNorm,
     linear_norm=LinearNorm,
@@ -272,6 +300,7 @@ ATTENTION.update(
     diff_norm_low=DiffNormLow,
     diff_no_norm=DiffNoNorm,
     softmax_sum=SoftmaxSum,
+    diff_v2_free_sign=DiffV2FreeSign,
     diff_v2_free_plus=DiffV2FreePlus,
     diff_v2_smaller_plus=DiffV2SmallerPlus,
     gate=Gate,

@@ -43,7 +43,7 @@ first_minute() {
   say "the first minute"
   local processes=()
   for flags in "$@"; do
-    timeout -k 5 $minute "$PY" -m lab.gpt2.step $runs $# --preset=gpt2 --use=lab.gpt2.arms \
+    timeout -k 5 $minute "$PY" -m lab.gpt2.step $runs $# --preset=gpt2 --use=lab.arms \
       --total_batch=$batch "${size[@]}" $flags 2>> $runs/errors.txt | tee -a $said &
     processes+=($!)
   done
@@ -68,7 +68,7 @@ train() {
   [ "$(left)" -lt 20 ] && { say "no time is left for $1, $attn"; return; }
   say "$1, $attn"
   wait $unpacking
-  timeout -k 5 "$(left)" "$PY" -m lab.gpt2.two_texts --preset=gpt2 --use=lab.gpt2.arms \
+  timeout -k 5 "$(left)" "$PY" -m lab.gpt2.two_texts --preset=gpt2 --use=lab.arms \
     --data=$runs/data --out="$folder" --attn="$attn" --total_batch=$batch --steps="$STEPS" \
     --warmup=$(( STEPS / 14 )) --eval_every=$(( STEPS / evaluations )) "${size[@]}" "${@:3}" \
     2>&1 | tee -a $said && touch "$folder/$attn/done"

@@ -86,6 +86,24 @@ def test_other_signs():
     torch.testing.assert_close(sums, (1 - lam).expand_as(sums))  # as in diff_v2
 
 
+def test_a_sign_that_is_free_starts_as_softmax():
+    layer, x = make("diff_v2_free_sign")
+    maps = maps_of(layer, x)
+    torch.testing.assert_close(layer.map(x), maps[:, 0::2])
+    with torch.no_grad():
+        layer.lambda_w.fill_(-0.5)
+    lam = (x @ layer.lambda_w.mT).tanh().mT[..., None]  # (B, h, T, 1)
+    assert lam.min() < 0 < lam.max()
+    torch.testing.assert_close(layer.map(x), maps[:, 0::2] - lam * maps[:, 1::2])
+
+
+def test_a_gated_average_has_the_row_sums_of_the_second_version():
+    layer, x = make("gated_average")
+    lam = (x @ layer.lambda_proj.weight.mT).sigmoid().mT[..., None]  # (B, h, T, 1)
+    U = torch.ones(T, T).tril() / torch.arange(1, T + 1)[:, None]
+    torch.testing.assert_close(layer.map(x), maps_of(layer, x) - lam * U)
+
+
 def test_gates():
     gate, x = make("gate")
     expected = maps_of(gate, x) * torch.sigmoid(gate.gate_proj(x)).mT[..., None]
