@@ -1,284 +1,280 @@
-"""What is seen of a layer from outside, whatever its weights are called and however it is made."""
-import itertools
+"""What is seen of a layer whatever it computes: later tokens, dead weights, how matrices lie."""
+import inspect
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from port import given
-from port.roles import in_short
-from port.theirs import Filled
+from port.reading import calls_of, lengths, text
+from port.roles import NoVerdict, in_short
 
-LONGER = (272, 136, 34)  # tokens. Layers that work in pieces have pieces of 16 to 256
-TOLERANCE = 1e-5  # of the largest output. float32 makes 2e-6
-NOT_SOUND = {"NaN", "random", "mixes samples"}  # then nothing else is looked at or compared
-IS_SWITCH = "flash|fused|sdpa|triton|kernel|train"
-
-
-def apart(a, b):
-    """How far the tokens of a and b are apart, (B, T), relative to the largest number of b."""
-    return ((a - b).abs().amax(-1) / b.abs().max()).detach()
-
-
-def rounding(filled, way, x):
-    """How far the layer's own rounding moves its output, relative to the largest number of it.
-
-    For a smooth f, f(x + dx) + f(x - dx) is 2 f(x), but for a millionth.
-    What is left of the sum of both is rounding: 1e-6 in float32, 1e-3 where it casts to float16.
-    """
-    y = filled.run(way.arguments, x)
-    if not y.isfinite().all() or not torch.equal(filled.run(way.arguments, x), y):
-        return 0.0
-    found = []
-    for seed in range(5):
-        dx = 3e-4 * x * torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
-        ahead, back = filled.run(way.arguments, x + dx), filled.run(way.arguments, x - dx)
-        found.append(apart(ahead + back, 2 * y).max().item())
-    return sorted(found)[2]  # the median: a kink, as of a relu, shows in few of them
+FATAL = {"NaN", "random", "mixes samples", "no past"}  # these are not compared with the paper
+SWITCH = "flash|sdpa|triton|(fused|kernel)s?(_?attn|_?attention)?$"
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What looking at a layer from outside has found."""
-
-    filled: Filled  # the port with the weights for which it was looked at
-    x: torch.Tensor  # and the text
-    ways: list  # those ways to call the layer in which least is wrong
-    tolerance: float  # what is nearer than this counts as equal, relative to the largest output
-    mistakes: dict  # {name of a mistake: detail}
-    unused_norms: frozenset = frozenset()  # names of weights of norms that have no effect
-    sees_future: bool = False  # within x: a longer text may show another leak
-    uses_order: bool = True  # the order of earlier tokens matters
+    x: torch.Tensor
+    calls: list  # [(number, what forward is given besides x), ...]: those in which least is wrong
+    mistakes: dict  # {name: detail}
+    tolerance: float  # outputs that are nearer count as equal
+    leaks: bool  # within x: a longer text may show another leak
+    lengths: list  # numbers of tokens of other texts that it can read
+    h: int  # heads, by which the calls were made
 
     @property
-    def rounds(self):
-        """To float16 or bfloat16."""
-        return self.tolerance > 1e-4  # float32 makes less, also where A_1 - lambda A_2 is small
+    def given(self):
+        return self.calls[0][1]
+
+    @property
+    def is_sound(self):
+        return not self.mistakes.keys() & FATAL
 
 
-def look(port, x, ways):
-    """Seen, in the best ways to call the layer.
-
-    Some ways give a mask, and some none, so the ones in which least is wrong are meant.
-    """
-    filled = port.draw()
-    tolerance = max(TOLERANCE, 4 * rounding(filled, ways[0], x))
-    found = [look_in_one_way(port, Seen(filled, x, [way], tolerance, {})) for way in ways]
-    best = min(found, key=lambda seen: len(seen.mistakes))
-    ways = [seen.ways[0] for seen in found if len(seen.mistakes) == len(best.mistakes)]
-    best = replace(best, ways=ways)
-    if port.said.causal and best.mistakes.keys().isdisjoint(NOT_SOUND) and not best.sees_future:
-        best = replace(best, mistakes=look_further(port, best) | best.mistakes)
-    if best.rounds and best.mistakes.keys().isdisjoint(NOT_SOUND):
-        best = replace(best, mistakes=overflow(port, best) | best.mistakes)
-    return replace(best, uses_order=any(uses_order(best, way) for way in best.ways))
+def apart(a, b):
+    """How far the tokens of a and b are apart, (B, T), relative to the largest number of b."""
+    return ((a - b).abs().amax(-1) / b.abs().max().clamp(min=1e-30)).detach()
 
 
-def look_in_one_way(port, seen):
-    """Seen, of a layer that is called in the only way of seen."""
-    x, way = seen.x, seen.ways[0]
-    y = seen.filled.run(way.arguments, x)
+def look(theirs, x, calls, h):
+    """Seen, in those of the calls in which least is wrong: some give a mask."""
+    looks = [(*look_at_one(theirs, x, given), (number, given)) for number, given in calls]
+    least = min(len(mistakes) for mistakes, _, _ in looks)
+    looks = [one for one in looks if len(one[0]) == least]
+    mistakes, tolerance, (number, given) = looks[0]
+    leaks, readable = "sees the future" in mistakes, []
+    if not mistakes.keys() & FATAL:
+        run = runner(theirs, given)
+        if not theirs.causal and sees_the_future(run, x, tolerance) is None:
+            raise NoVerdict("is causal = True meant? No token sees a later one")
+        readable, late = in_other_texts(theirs, x.shape[2], number, h, tolerance)
+        mistakes = late | other_ways(theirs, x, given, tolerance) | mistakes
+    return Seen(x, [call for _, _, call in looks], mistakes, tolerance, leaks, readable, h)
+
+
+def in_other_texts(theirs, C, number, h, tolerance):
+    """([length, ...] that the layer can read, the longest first, {name of a mistake: detail})."""
+    readable, found = [], {}
+    for T in (*lengths(theirs, h, C), 2, 1):
+        x, given = text(T, C), calls_of(theirs, T, C, h)[number]
+        run = runner(theirs, given)
+        if run(x) is None:
+            continue
+        if not readable:  # it is the longest
+            found |= as_it_trains(theirs, x, given, tolerance)
+        readable.append(T)
+        leak = sees_the_future(run, x, tolerance) if theirs.causal else None
+        if leak and "sees the future" not in found:
+            found["sees the future"] = leak
+    return readable, found
+
+
+def runner(theirs, given):
+    """The layer with weights of ours, as a function of x."""
+    weights, _ = theirs.draw()
+    return lambda x: theirs.run(weights, x, given)
+
+
+def look_at_one(theirs, x, given):
+    """({name of a mistake: detail}, tolerance), of a layer that is called in one way."""
+    run = runner(theirs, given)
+    y = run(x)
     if not y.isfinite().all():
-        return replace(seen, mistakes={"NaN": ""})
-    if apart(seen.filled.run(way.arguments, x), y).max() > seen.tolerance:
-        return replace(seen, mistakes={"random": ""})
-    mistakes = look_at_tokens(port, seen, y)
-    dead = dead_weights(port, way, x)
-    norms = [name for name in dead if port.roles[name] == "norm"]
-    others = [name for name in dead if port.roles[name] != "norm"]
-    if norms:
-        mistakes["unused norm"] = ", ".join(in_short(norms))
-    if others:
-        mistakes["dead weights"] = ", ".join(in_short(others))
-    switch = switch_that_matters(port, seen, y)
-    if switch:
-        mistakes["switch"] = switch
-    return replace(seen, mistakes=mistakes, unused_norms=frozenset(norms),
-                   sees_future="sees the future" in mistakes)
+        return {"NaN": ""}, 1e-5
+    if any(apart(run(x), y).max() > 1e-5 for _ in range(5)):
+        return {"random": ""}, 1e-5
+    tolerance = tolerance_of(run, x)
+    dead = {name for name in without_gradient(theirs, x, given, 0)
+            if name in without_gradient(theirs, x, given, 1)}
+    norms = {name for name in dead if theirs.roles[name] == "norm"}
+    weights, _ = theirs.draw()
+    with_dropout = theirs.run(weights, x, given, dropout=True)
+    found = {
+        "mixes samples": mixes_samples(run, x, tolerance),
+        "no past": no_past(run, x, tolerance),
+        "sees the future": sees_the_future(run, x, tolerance) if theirs.causal else None,
+        "dropout": "" if apart(with_dropout, y).max() > tolerance else None,
+        "dead weights": in_short(dead - norms) or None,
+        "unused norm": in_short(norms) or None,
+    }
+    return {name: detail for name, detail in found.items() if detail is not None}, tolerance
 
 
-def look_at_tokens(port, seen, y):
-    """{mistake: detail}: what a change of one token, or of the length, does to the others."""
-    x, way = seen.x, seen.ways[0]
+def tolerance_of(run, x):
+    """What counts as equal: more if the layer rounds to float16 or bfloat16 inside.
+
+    f(x + dx) + f(x - dx) is 2 f(x) for a smooth f, and what is left is rounding.
+    """
+    y, found = run(x), []
+    for seed in range(5):
+        dx = 3e-4 * x * torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
+        found.append(apart(run(x + dx) + run(x - dx), 2 * y).max().item())
+    return max(1e-5, 4 * sorted(found)[2])  # the median: a kink shows in few of them
+
+
+# ---- what tokens see. None: it is as it should be. Else more about it, or ""
+
+def sees_the_future(run, x, tolerance):
+    y = run(x)
+    if not y.isfinite().all():
+        return None
     T = x.shape[1]
-    moved = torch.zeros(T, 2, T)  # [i, b, j]: token j of sample b, by token i of sample 0
-    for i in range(T):
+    for start in sorted({T - 1, T // 2 + 1, T // 3, 1} - {0, T}, reverse=True):
         other = x.clone()
-        other[0, i] = x[1, i]
-        moved[i] = apart(seen.filled.run(way.arguments, other), y)
-    later, earlier = moved[:, 0].triu(1), moved[:, 0].tril(-1)  # than the changed token
-    prefix = seen.filled.run(way.arguments, x[:, : T // 2])
-    found = {}
-    if port.said.causal and earlier.max() > seen.tolerance:
-        i, j = divmod(earlier.argmax().item(), T)
-        found["sees the future"] = f"Token {i} moves token {j} by {earlier.max():.1%}."
-        if earlier[torch.ones(T, T).tril(-1) == 1].min() > seen.tolerance:
-            found["sees the future"] += (" Each token moves all earlier ones. If the layer is an "
-                                         "encoder, say causal = False.")
-    elif port.said.causal and prefix is not None:
-        if apart(prefix, y[:, : T // 2]).max() > seen.tolerance:
-            found["length"] = ""
-    if later.max() < seen.tolerance:
-        found["no past"] = ""
-    if moved[:, 1].max() > seen.tolerance:
-        found["mixes samples"] = f"By {moved[:, 1].max():.1%}."
+        other[:, start:] = x[:, start:].flip(0)  # those of the other sample
+        moved = apart(run(other), y)[:, :start].amax(0)
+        if moved.max() > tolerance:
+            return (f"In a text of {T} tokens those from {start} on move token "
+                    f"{moved.argmax().item()} by {moved.max():.1%}.")
+    return None
+
+
+def mixes_samples(run, x, tolerance):
+    y = run(x)
+    for batch in ([0], [1, 1], [1, 0, 1]):
+        other = run(x[batch])
+        if other is not None and apart(other, y[batch]).max() > tolerance:
+            return ""
+    return None
+
+
+def no_past(run, x, tolerance):
+    other = x.clone()
+    other[:, :-1] = x[:, :-1].flip(0)
+    return "" if apart(run(other), run(x))[:, -1].max() < tolerance else None
+
+
+# ---- other ways to run: train(), flags, larger numbers
+
+def other_ways(theirs, x, given, tolerance):
+    """{name: detail}"""
+    found = as_it_trains(theirs, x, given, tolerance)
+    switch = switch_that_matters(theirs, x, given, tolerance)
+    if switch:
+        found["switch"] = switch
+    rounds = tolerance > 1e-4
+    if rounds:
+        found["rounding"] = ""
+    if overflows(theirs, x, given):
+        found["overflow" if rounds else "large scores"] = ""
+    weights, _ = theirs.draw()
+    inner = x.clone()
+    theirs.call(weights, inner, given)
+    if not torch.equal(inner, x):
+        found["writes into x"] = ""
     return found
 
 
-def sees_the_last_token(seen):
-    """Whether earlier outputs depend on the last token, in any way to call the layer."""
-    other = seen.x.clone()
-    other[:, -1] = other[:, -1].flip(0)
-    for way in seen.ways:
-        moved = apart(seen.filled.run(way.arguments, other),
-                      seen.filled.run(way.arguments, seen.x))
-        if moved[:, :-1].max() > seen.tolerance:
-            return True
-    return False
+def as_it_trains(theirs, x, given, tolerance):
+    """{name: detail} of what train() changes. Dropouts are taken out."""
+    run = runner(theirs, given)
+    y = run(x)
+
+    def run_seeded(x):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return run(x)
+
+    theirs.layer.train()
+    try:
+        state = torch.get_rng_state()
+        z, again = run(x), run(x)
+        if z is None:
+            return {"unclear as it trains": f"There it fails: {theirs.problems[-1]}."}
+        if torch.equal(z, again) and torch.equal(state, torch.get_rng_state()):
+            return {"switch": "train()"} if apart(z, y).max() > tolerance else {}
+        if torch.equal(run_seeded(x), run_seeded(x)) and theirs.causal:
+            leak = sees_the_future(run_seeded, x, tolerance)
+            if leak:
+                return {"sees the future": f"As it trains. {leak}"}
+        return {"unclear as it trains": "Something random runs there that is no dropout."}
+    finally:
+        theirs.layer.eval()
 
 
-def uses_order(seen, way):
-    """Whether the last token's output depends on the order of the tokens before it."""
-    last = seen.x.shape[1] - 1
-    order = [*reversed(range(last)), last]
-    changed = seen.filled.run(way.arguments, seen.x[:, order])
-    if changed is None:
-        return True
-    return apart(changed, seen.filled.run(way.arguments, seen.x))[:, -1].max() > seen.tolerance
+def switch_that_matters(theirs, x, given, tolerance):
+    """The name of a switch, of a module's or of forward's, that changes the output, or ""."""
+    y = runner(theirs, given)(x)
+
+    def matters(given):
+        run = runner(theirs, given)
+        z, again = run(x), run(x)
+        return z is not None and torch.equal(z, again) and not apart(z, y).max() <= tolerance
+
+    for name, argument in inspect.signature(theirs.layer.forward).parameters.items():
+        if type(argument.default) is bool and re.search(SWITCH, name):
+            if matters(given | {name: not argument.default}):
+                return name
+    for module, name in [(m, name) for m in theirs.layer.modules() for name in vars(m)]:
+        value = getattr(module, name)
+        if type(value) is bool and re.search(SWITCH, name):
+            setattr(module, name, not value)
+            is_other = matters(given)
+            setattr(module, name, value)
+            if is_other:
+                return name
+    return ""
 
 
-def look_further(port, seen):
-    """{"sees the future": detail}, if a longer text shows a leak that x is too short for."""
-    C = seen.x.shape[2]
-    for T, way in itertools.product(LONGER, seen.ways):
-        longer = port.input(T, C)
-        arguments = port.offers(T, C)[way.number]
-        y = seen.filled.run(arguments, longer)
-        if y is None or not y.isfinite().all():
-            continue  # it can't read so much
-        for start in (T // 3, T // 2 + 1, T - 1):
-            other = longer.clone()
-            other[:, start:] = other[:, start:].flip(0)  # the rest of the other sample
-            moved = apart(seen.filled.run(arguments, other), y)[:, :start].amax(0)
-            if moved.max() > seen.tolerance:
-                j = moved.argmax().item()
-                return {"sees the future": f"In a text of {T} tokens the ones from {start} on move "
-                                           f"token {j} by {moved[j]:.1%}."}
-        return {}
-    return {}
+def overflows(theirs, x, given):
+    """Whether its own weights give no numbers for larger inputs."""
+    usual, large = (theirs.run(theirs.weights, times * x, given) for times in (1, 30))
+    return (usual is not None and large is not None
+            and bool(usual.isfinite().all()) and not large.isfinite().all())
 
 
-def overflow(port, seen):
-    """{"overflow": detail}, if larger inputs give no numbers, with weights as at a usual start."""
-    quiet = port.draw(quiet=True)
-    for times in (10, 30):
-        y = quiet.run(seen.ways[0].arguments, times * seen.x)
-        if y is not None and not y.isfinite().all():
-            return {"overflow": f"Here they are {times} times as large as behind a norm."}
-    return {}
+def is_a_block(theirs, x, given):
+    """Whether the layer gives something even where all its matrices are 0."""
+    weights, _ = theirs.draw()
+    y = theirs.run({n: torch.zeros_like(w) if w.ndim > 1 else w for n, w in weights.items()}, x,
+                   given)
+    return y is not None and y.isfinite().all() and y.abs().max() > 1e-6
 
 
-def how_matrices_lie(port, way, x):
-    """(names of those whose rows are inputs, as in x @ W; names of those where it is not clear).
+# ---- what gradients show
 
-    The rows of a Linear are outputs. Where x is 0 but for its first channel, a matrix that is
-    multiplied by x has a gradient only where it meets this channel: in its first row or its first
-    column. For W_O the same holds of the first channel of the output.
-    """
-    filled = port.draw()
-    first = torch.zeros(x.shape[2])
-    first[0] = 1
-    from_x = gradients(filled, way, first * x, x)
-    to_y = gradients(filled, way, x, first * x)
-    if not from_x or not to_y:
-        return frozenset(), frozenset()
-    transposed, unclear = [], []
-    for name, role in port.roles.items():
-        if port.weights[name].ndim != 2 or not re.fullmatch("[qkv]+|gate|o", role):
-            continue
-        gradient = to_y[name].T if role == "o" else from_x[name]  # its rows are inputs if W's are
-        in_first_row = not gradient[1:].any()
-        in_first_column = not gradient[:, 1:].any()
-        if in_first_row and not in_first_column:
-            transposed.append(name)
-        elif not in_first_column:
-            unclear.append(name)
-    return frozenset(transposed), frozenset(unclear)
-
-
-def gradients(filled, way, x, slope):
-    """{name: gradient of a weight}, of the output for x times slope. {} if it has none."""
-    y = filled.run(way.arguments, x)
+def gradients(theirs, weights, x, given, slope):
+    """{name: gradient} of the output times slope. {} where there is none."""
+    y = theirs.run(weights, x, given)
     if y is None or not y.requires_grad:
         return {}
-    found = torch.autograd.grad((y * slope).sum(), list(filled.weights.values()),
-                                materialize_grads=True)
-    return dict(zip(filled.weights, found))
+    try:
+        found = torch.autograd.grad((y * slope).sum(), list(weights.values()),
+                                    materialize_grads=True)
+    except RuntimeError as problem:  # a step in place, for one
+        raise NoVerdict(f"it can't be trained, as its gradient fails: {problem}") from problem
+    return dict(zip(weights, found))
 
 
-def dead_weights(port, way, x):
-    """Names of the weights that have no effect in two draws of them."""
-    first = without_gradient(port, way, x, seed=1)
-    second = without_gradient(port, way, x, seed=2)
-    return [name for name in first if name in second]
-
-
-def without_gradient(port, way, x, seed):
-    """Names of the weights of which some row, or column if transposed, has no effect."""
-    filled = port.draw(seed=seed)
-    slopes = gradients(filled, way, x, slope=x)
+def without_gradient(theirs, x, given, number):
+    """Names of the weights of which some row has no effect."""
+    weights, _ = theirs.draw(number)
+    slopes = gradients(theirs, weights, x, given, slope=x)
     found = []
-    for name, weight in filled.weights.items():
-        role = port.roles[name]
-        if weight.ndim > 1 or "lambda" in role or role == "norm":
-            inputs = 0 if name in port.transposed else -1  # the dimension that holds them
+    for name, weight in weights.items():
+        role = theirs.roles[name]
+        if weight.ndim > 1 or role == "norm" or role.startswith("lambda"):
+            inputs = 0 if name in theirs.transposed else -1  # the dimension that holds them
             if not slopes or not slopes[name].any(inputs).all():
                 found.append(name)
     return found
 
 
-def switch_that_matters(port, seen, y):
-    """The name of a switch that changes the output, of a module's or of forward's, or ""."""
-    arguments = seen.ways[0].arguments
-    for module, name in [(m, name) for m in port.layer.modules() for name in vars(m)]:
-        value = getattr(module, name)
-        if type(value) is bool and re.search(IS_SWITCH, name):
-            setattr(module, name, not value)
-            matters = matters_now(arguments, seen, y)
-            setattr(module, name, value)
-            if matters:
-                return name
-    for name, value in given.boolean_arguments(port.layer.forward).items():
-        if re.search(IS_SWITCH, name) and matters_now(arguments | {name: not value}, seen, y):
-            return name
-    return ""
+def transposed(theirs, x, given):
+    """Names of the matrices whose rows are inputs, as in x @ W.
 
-
-def matters_now(arguments, seen, y):
-    z = seen.filled.run(arguments, seen.x)
-    again = seen.filled.run(arguments, seen.x)  # equal without dropout
-    return z is not None and torch.equal(z, again) and apart(z, y).max() > seen.tolerance
-
-
-def starts_from_zeros(port, way, x):
-    """Names of the layer's own weights that are 0 and stay 0 in training, as their gradient is 0.
-
-    They are looked at after four steps, since others may start from 0 and leave it.
+    Where x is 0 but for its first channel, a matrix behind x has a gradient in its first column
+    alone, or, if it is transposed, in its first row. So it is with W_O and the output's channel.
     """
-    if port.is_function:  # it has no weights of its own
-        return []
-    weights = {}
-    for name, weight in port.weights.items():
-        weights[name] = weight.detach().float().clone().requires_grad_()
-    filled = Filled(port, weights)
-    for _ in range(4):
-        y = filled.run(way.arguments, x)
-        if y is None or not y.requires_grad or not y.isfinite().all():
-            return []
-        loss = (y - x.flip(-1)).square().mean()
-        slopes = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
-        with torch.no_grad():
-            for weight, gradient in zip(weights.values(), slopes):
-                weight -= 0.1 * gradient / gradient.norm().clamp(min=1e-12)
-    return [name for name, weight in weights.items()
-            if port.roles[name] not in ("bias", "norm") and not weight.any()]
+    weights, _ = theirs.draw()
+    first = torch.zeros(x.shape[2])
+    first[0] = 1
+    of_input = gradients(theirs, weights, first * x, given, slope=x)
+    of_output = gradients(theirs, weights, x, given, slope=first * x)
+    found = set()
+    for name, role in theirs.roles.items():
+        if theirs.weights[name].ndim == 2 and re.fullmatch("[qkv]+|gate|o", role) and of_input:
+            gradient = of_output[name].T if role == "o" else of_input[name]
+            if not gradient[1:].any() and gradient[:, 1:].any():
+                found.add(name)
+    return frozenset(found)

@@ -1,266 +1,325 @@
 """
-Which mistakes make the paper's layer into the port? Found by trying, the fewest mistakes first.
+Which mistakes make the paper's layer into theirs? Found by trying, the fewest first.
 
-Where W_q is 0, all maps are flat, and what makes the scores plays no part. So there are two stages:
-first mistakes with which our layer equals the port while the maps are flat, and then, with these,
-some that show only where the maps are sharp. Numbers are fitted: a factor, lambda_init, the scale.
-If that explains nothing, theta is fitted as well, and fewer channels may turn.
+Where W_q is 0 all maps are flat, and what makes the scores plays no part. So first mistakes are
+tried with which the two are equal while maps are flat, and then, with these, some that show only
+where maps are sharp. Numbers are fitted: a factor, lambda, the scale, and if that is not enough the
+theta of the rotary embedding and how many channels it turns.
 """
+import contextlib
+import copy
 import itertools
 import math
-import sys
 import time
-from dataclasses import replace
+from collections import defaultdict
+from dataclasses import dataclass
+from types import SimpleNamespace
 
-from port import given, paper, wrong
-from port.compare import Draw
-from port.mistakes import BY_CODE, CHOICE, DIFFERS, SAME
+import torch
 
-SECONDS = 18  # of one core, for a search
-MOST = 5  # mistakes at once that are called DIFFERS
-# combinations with as many mistakes that are called DIFFERS are tried in the order of this sum
+from port import outside, paper
+from port.mistakes import BY_TRYING, CHOICE, DIFFERS, SAME, no_turn
+from port.reading import calls_of, text
+from port.roles import VECTORS
+from port.theirs import DRAWS
+
 COST = {DIFFERS: 100, CHOICE: 10, SAME: 1}
-# while all maps are flat, outputs nearer than this count as equal. It is more than elsewhere, since
-# A_1 - lambda A_2 is small there, so that rounding and the eps of the norm show more
-FLAT = 1e-4
-THETAS = (1e4, 100.0, 1e6)  # theta is fitted from each of these: a fit from one may miss it
-# with these in place of the step turn no theta is fitted: nothing turns, or both maps as one vector
-WITHOUT_THETA = (wrong.no_turn, wrong.turn_both_maps, wrong.turn_both_maps_by_halves)
-NOT_OF_SOFTMAX = ("values", "subtract", "norm", "rms", "gain", "output")  # steps
+FLAT = 1e-4  # there A_1 - lambda A_2 is small, so rounding and the eps of the norm show more
+SECONDS = 20  # of a core, for a search
+THETAS = (1e4, 100.0, 1e6)  # theta is fitted from each of these
+SHARES = (1, 1 / 2, 1 / 4, 3 / 4)  # of the channels, that turn
+# four vectors as q1, k1, q2, k2, in the ways in which they may be multiplied
+PAIRS = [(0, 1, 2, 3), (0, 2, 1, 3), (0, 3, 1, 2), (2, 3, 0, 1), (1, 3, 0, 2), (1, 2, 0, 3)]
 
 
-class TooLong(Exception):
-    """A search has used up its time."""
+def exp_part(number, pairs=(0, 1, 2, 3)):
+    """lambda without lambda_init in a draw. pairs: which of the four vectors is q1, k1, q2, k2."""
+    a, b, c, d = [DRAWS[number][i] for i in pairs]
+    return math.exp(a * b) - math.exp(c * d)
 
 
-class Clock:
-    """Counts combinations, says after five seconds that it is still looking, and ends a search.
-
-    One clock serves all searches for a layer: the first, and shorter ones in other readings of it.
-    """
-
-    def __init__(self):
-        self.tries = 0
-        self.ends = math.inf  # no search runs yet
-        self.began = time.monotonic()
-        self.has_spoken = False
-
-    def tick(self):
-        self.tries += 1
-        if not self.has_spoken and time.monotonic() - self.began > 5:
-            self.has_spoken = True
-            print(f"still looking for causes, after {self.tries} combinations. It may take "
-                  "half a minute of one core, and longer where that has other work",
-                  file=sys.stderr)
-        if time.process_time() > self.ends:
-            raise TooLong
+def ours(parts, h, version):
+    """w of paper.py, made of the parts of their weights. Raises an error if the sizes don't fit."""
+    w = SimpleNamespace(h=h, key_maps=2 if version == 1 else 1, factor=1.0, theta=10000.0)
+    w.q, w.k, w.v = (torch.cat(parts[letter]) for letter in "qkv")
+    w.d = w.turned = len(w.q) // (2 * h)
+    w.kv = max(1, len(w.k) // w.d // w.key_maps)
+    w.d_v = len(w.v) // w.kv
+    w.o = torch.cat(parts["o"], 1) if parts["o"] else torch.eye(h * w.d_v).double()
+    w.gate = torch.cat(parts["gate"]) if parts["gate"] else None
+    w.scale = math.sqrt(w.d)
+    norms = [part.flatten() for part in parts["norm"]]
+    of_heads = [norm for norm in norms if len(norm) in (w.d_v, h * w.d_v)]
+    weight = torch.arange(w.d_v) + 1.0  # if they have none. A weight of ones would not show
+    if of_heads:
+        weight = torch.cat(of_heads) if len(of_heads) == h else math.prod(of_heads)
+    w.norm = weight.reshape(-1, 1, w.d_v).expand(h, 1, w.d_v)
+    w.output_norm = math.prod([norm for norm in norms if len(norm) == len(w.o)],
+                              start=torch.ones(len(w.o)).double())
+    return w
 
 
+class Draw:
+    """One draw of their weights, with their output, and w of our layer."""
+
+    def __init__(self, theirs, reading, x, given, order, number, flat=False):
+        weights, parts = theirs.draw(number, order, flat)
+        self.x = x.double()
+        y = theirs.run(weights, x, given)
+        if y is None:
+            raise RuntimeError("it refuses these weights")
+        self.y = y.detach().double()
+        self.w = ours(parts, reading.h, reading.version)
+        self.w.lam = exp_part(number) + paper.lambda_init_of(reading.depth or 0)
+        self.maps = {}  # {mistakes: what paper.maps_of gives}
+
+    def difference(self, w, s, maps=None):
+        """(theirs minus ours, flat and relative; the factor of ours by which it is smallest)."""
+        y = paper.after_maps(maps or paper.maps_of(self.x, w, s), self.x, w, s)
+        factor = (y * self.y).sum() / y.square().sum()
+        return ((self.y - factor * y) / self.y.abs().max()).flatten().nan_to_num(math.inf), factor
+
+    def error_where_flat(self, mistakes, s):
+        """Of the draw with W_q = 0. Maps are kept: many mistakes come after them."""
+        key = tuple(m for m in mistakes if m.steps.keys() & paper.BEFORE_MAPS.keys())
+        try:
+            if key not in self.maps:
+                self.maps[key] = paper.maps_of(self.x, self.w, s)
+            if any(m.by_lambda for m in mistakes):
+                return self.fit(s, maps=self.maps[key])[0]
+            return self.difference(self.w, s, self.maps[key])[0].abs().max().item()
+        except RuntimeError:  # sizes do not fit such a mistake
+            return math.inf
+
+    def fit(self, s, turned=None, theta=None, maps=None):
+        """(error, w with the numbers that fit best), by Gauss-Newton. maps: those of paper.maps_of,
+        if they are known, and only lambda is fitted."""
+        w = copy.copy(self.w)
+        numbers = [w.lam] if maps else [w.lam, math.log(w.scale)]
+        if theta:
+            w.turned = turned
+            numbers.append(math.log(theta))
+
+        def at(numbers):
+            w.lam = numbers[0]
+            if not maps:
+                w.scale = numbers[1].exp()
+            if theta:
+                w.theta = numbers[2].exp()
+            return self.difference(w, s, maps)
+
+        numbers = torch.tensor(numbers).double()
+        try:
+            now, factor = at(numbers)
+            stalls = 0
+            for _ in range(12 if theta else 6):
+                slopes = torch.stack([(at(numbers + step)[0] - now) * 1e6
+                                      for step in torch.eye(len(numbers)).double() * 1e-6], 1)
+                change = torch.linalg.pinv(slopes.nan_to_num(), rtol=1e-6) @ now
+                numbers = numbers - change.clamp(-1, 1)
+                before, (now, factor) = now, at(numbers)
+                stalls += bool(now.norm() > 0.9 * before.norm())  # it hardly comes nearer
+                if stalls == (1 if maps else 2) or now.abs().max() < 5e-6:
+                    break
+            w.factor = factor
+            return now.abs().max().item(), w
+        except RuntimeError:
+            return math.inf, w
+
+
+class Try:
+    """One way to read and to call their layer, in three draws of its weights. order: of the rows of
+    a fused weight. Raises an error if weights of these sizes can't be so read."""
+
+    def __init__(self, theirs, x, reading, order, call, given):
+        self.reading, self.order, self.call, self.given = reading, order, call, given
+        self.flat = Draw(theirs, reading, x, given, order, 0, flat=True)
+        self.first = Draw(theirs, reading, x, given, order, 0)
+        self.second = Draw(theirs, reading, x, given, order, 1)
+        self.flat.difference(self.flat.w, paper.steps_of(reading.version, reading.causal))
+
+
+@dataclass(frozen=True)
 class Found:
-    """What explains a port: mistakes, and w of two draws, with the numbers that were fitted.
+    """What explains their layer: mistakes, and w of two draws, with the numbers that fit."""
 
-    draw: the first of them. again: w of the second, whose lambda vectors are others.
-    """
-
-    def __init__(self, reading, mistakes, steps, error, draw, w, again):
-        self.reading = reading
-        self.mistakes = mistakes
-        self.steps = steps
-        self.error = error
-        self.draw = draw
-        self.w = w
-        self.again = again
-
-    def has_the_papers_lambda(self, near):
-        """In the paper's form lambda without what the vectors make is the same in both draws."""
-        is_version_1 = self.reading.version == 1 and bool(self.w.exp_part.any())
-        return is_version_1 and bool(abs(self.w.lambda_init - self.again.lambda_init) < near)
+    mistakes: tuple
+    steps: SimpleNamespace
+    at: Try
+    w: SimpleNamespace
+    other: SimpleNamespace
+    error: float
 
 
 class Search:
-    """The search for one port in one reading, with what it has tried so far."""
+    """What is tried, and how near it came."""
 
-    def __init__(self, port, reading, seen, clock, seconds=SECONDS, most=MOST):
-        self.reading = reading
-        self.seen = seen
-        norms = {name for name, role in port.roles.items() if role == "norm"}
-        self.has_gain = bool(norms - seen.unused_norms)
-        self.steps = paper.steps_of(reading.version, reading.causal)
-        self.clock = clock
-        self.seconds = seconds
-        self.most = most
-        self.was_cut_off = False  # its time was up before all combinations were tried
-        self.seconds_spent = 0.0  # of one core
-        self.combinations = 0  # that were tried
-        self.flat_errors = [math.inf]
-        self.sharp_errors = [math.inf]
-        self.fitting = []  # [(mistakes, tries), ...] with which it is right while maps are flat
-        self.tries = []  # for each order of fused rows and each way to call it: three draws
-        orders = given.orders(port.fused, reading.heads)
-        for order, way in itertools.product(orders, seen.ways):
-            flat = Draw(port, reading, seen, way, order, seed=1, flat=True)
-            if flat.has_the_sizes_of(self.steps):
-                sharp = Draw(port, reading, seen, way, order, seed=1, flat=False)
-                other = Draw(port, reading, seen, way, order, seed=2, flat=False)
-                self.tries.append((flat, sharp, other))
+    def __init__(self, theirs, readings, seen):
+        self.reading, self.tolerance, self.leaks = readings[0], seen.tolerance, seen.leaks
+        self.steps = vars(paper.steps_of(self.reading.version, self.reading.causal))
+        self.tries = []
+        for reading, call in itertools.product(readings, seen.calls):
+            for order in theirs.orders(reading.h):
+                with contextlib.suppress(RuntimeError, ValueError, ZeroDivisionError):
+                    self.tries.append(Try(theirs, seen.x, reading, order, *call))
+        self.nearest_flat = math.inf
+        self.ends = time.process_time() + SECONDS
+        self.was_cut_off = False
 
     def run(self):
         """Found, or None."""
-        if not self.tries:
-            return None
-        found = self.within(0.6 * self.seconds, self.search)
-        if not found and self.seen.uses_order:
-            found = self.within(0.4 * self.seconds, self.search_with_another_rotary)
-        return found
-
-    def within(self, seconds, search):
-        """What a function finds in so many seconds of one core, or None."""
-        began, tries_before = time.process_time(), self.clock.tries
-        self.clock.ends = began + seconds
-        try:
-            return search()
-        except TooLong:
-            self.was_cut_off = True
-            return None
-        finally:
-            self.seconds_spent += time.process_time() - began
-            self.combinations += self.clock.tries - tries_before  # not those of other searches
-
-    def search(self):
-        for mistakes in cheapest_first(self.possible(is_sharp=False), self.most):
-            tries = [draws for draws in self.tries if self.is_right_where_flat(draws, mistakes)]
-            if not tries:
-                continue
-            self.fitting.append((mistakes, tries))
-            for more in cheapest_first(self.possible(is_sharp=True), 2):
+        sharp = list(self.combinations(sharp=True, most=1))
+        waiting = []  # equal where maps are flat. Another theta is tried before two more mistakes
+        for mistakes in self.combinations(sharp=False, most=5):
+            while waiting and cost_of(mistakes) > cost_of(waiting[0][0]) + COST[DIFFERS]:
+                found = self.with_another_theta(*waiting.pop(0))
+                if found:
+                    return found
+            if self.is_late():
+                break
+            tries = [one for one in self.tries if self.is_equal_where_flat(one.flat, mistakes)]
+            for more in sharp if tries else ():
                 found = self.fit(mistakes + more, tries)
                 if found:
                     return found
+            if tries:
+                waiting.append((mistakes, tries))
+        found = (self.with_another_theta(*one) for one in waiting)
+        return next(filter(None, found), None)
 
-    def search_with_another_rotary(self):
-        d = self.tries[0][0].w.d
-        shares = [n for n in (d, d // 2, d // 4, 3 * d // 4) if n >= 2 and n % 2 == 0]
-        sharp = self.possible(is_sharp=True)
-        for mistakes, tries in self.fitting:
-            for wrong_ones, turned, theta in itertools.product((0, 1), shares, THETAS):
-                for more in sorted(combinations(sharp, wrong_ones), key=cost):
-                    found = self.fit(mistakes + more, tries, turned, theta)
-                    if found:
-                        return found
+    def with_another_theta(self, mistakes, tries):
+        d = tries[0].flat.w.d
+        for more in self.combinations(sharp=True, most=0):
+            for share, theta in itertools.product(SHARES, THETAS):
+                found = self.fit(mistakes + more, tries, int(share * d), theta)
+                if found:
+                    return found
 
-    def is_right_where_flat(self, draws, mistakes):
-        steps = changed(self.steps, mistakes)
-        if steps is None:
-            return False
-        self.clock.tick()
-        if any(mistake.needs_lambda for mistake in mistakes):
-            error, _ = draws[0].fit(steps)
-        else:
-            error = draws[0].error(steps)
-        self.flat_errors.append(error)
-        return error < max(FLAT, self.seen.tolerance)
+    def combinations(self, sharp, most):
+        """Tuples of mistakes, at most one for each step, the cheapest first. most: how many of them
+        may be called DIFFERS."""
+        is_grouped = any(one.flat.w.kv < one.flat.w.h for one in self.tries)
+        lists = defaultdict(list)  # {step: mistakes}
+        for mistake in BY_TRYING:
+            (step,) = mistake.steps
+            if (
+                mistake.sharp == sharp and mistake.version in (0, self.reading.version)
+                and (self.leaks or not mistake.leaks or not self.reading.causal)
+                and (self.reading.causal or step != "maps")
+                and (is_grouped or not mistake.grouped)
+            ):
+                lists[step].append(mistake)
+        for wrong_ones in range(most + 1):
+            found = choose(list(lists.values()), wrong_ones)
+            yield from sorted(filter(is_sensible, found), key=cost_of)
+
+    def is_late(self):
+        self.was_cut_off = time.process_time() > self.ends
+        return self.was_cut_off
+
+    def changed(self, mistakes):
+        """The paper's steps with mistakes, or None where two of them want one step."""
+        changes = {step: what for m in mistakes for step, what in m.steps.items()}
+        if len(changes) < len(mistakes):
+            return None
+        return SimpleNamespace(**self.steps | changes)
+
+    def is_equal_where_flat(self, draw, mistakes):
+        error = draw.error_where_flat(mistakes, self.changed(mistakes))
+        self.nearest_flat = min(error, self.nearest_flat)
+        return error < max(FLAT, self.tolerance)
 
     def fit(self, mistakes, tries, turned=None, theta=None):
-        """Found, if our layer with these mistakes equals the port, for two draws of its weights."""
-        steps = changed(self.steps, mistakes)
-        if steps is None or (theta and steps.turn in WITHOUT_THETA):
+        """Found, if our layer with these mistakes equals theirs in two draws of the weights."""
+        s = self.changed(mistakes)
+        leaks = any(m.leaks for m in mistakes)
+        if (s is None or self.is_late() or (self.reading.causal and self.leaks != leaks)
+                or (theta and s.turn is no_turn)):
             return None
-        is_to_leak = self.reading.causal and self.seen.sees_future
-        if is_to_leak and not any(mistake.leaks for mistake in mistakes):
-            return None
-        for _, sharp, other in tries:
-            self.clock.tick()
-            error, w = sharp.fit(steps, turned, theta)
-            if error < self.seen.tolerance:
-                error, again = other.fit(steps, turned, theta)
-            self.sharp_errors.append(error)
-            if error < self.seen.tolerance:
-                return Found(self.reading, mistakes, steps, error, sharp, w, again)
-        return None
+        for one in tries:
+            error, w = one.first.fit(s, turned, theta)
+            if error < self.tolerance and w.factor > 0:  # else "maps swapped" says it better
+                error, other = one.second.fit(s, turned, theta)
+                if error < self.tolerance:
+                    return Found(mistakes, s, one, w, other, error)
 
-    def possible(self, is_sharp):
-        """The mistakes that are possible in this port: a list of them for each step."""
-        reading, seen = self.reading, self.seen
-        found = {}
-        for mistake in BY_CODE:
-            step = mistake.step
-            if mistake.is_sharp != is_sharp or mistake.only not in self.kinds():
-                continue
-            if reading.causal and mistake.leaks and not seen.sees_future:
-                continue
-            if not reading.causal and step == "maps":  # these are about a mask
-                continue
-            if mistake.needs_order and not seen.uses_order:
-                continue
-            if reading.version == 0 and (step in NOT_OF_SOFTMAX or mistake.needs_lambda):
-                continue
-            found.setdefault(step, []).append(mistake)
-        return list(found.values())
-
-    def kinds(self):
-        """What the field `only` of a mistake may say in this port."""
-        w = self.tries[0][0].w
-        found = ["", f"version {self.reading.version}"]
-        if w.kv < w.h:
-            found.append("grouped")
-        found.append("norm with weight" if self.has_gain else "norm without weight")
-        return found
-
-    def where_it_failed(self):
-        """What was tried without success, and where the port and our layer part."""
-        tried = f"Nothing on the list explains it, in {self.combinations} combinations."
-        if self.was_cut_off:  # then we can't say that it is nothing on the list
-            tried = (f"No cause was found in {self.seconds_spent:.0f} seconds, after "
-                     f"{self.combinations} combinations.")
+    def why_not(self):
         where = "where q and k are split, turned, compared or subtracted"
-        apart = min(self.sharp_errors)
-        is_sharp = min(self.flat_errors) <= max(FLAT, self.seen.tolerance)
-        if not is_sharp:
+        if self.nearest_flat > max(FLAT, self.tolerance):
             where = "already where W_q = 0 makes all maps flat"
-            apart = min(self.flat_errors)
-        text = f"{tried} They part {where}, by {apart:.2g} of the largest output."
-        if is_sharp:
-            text += (" Any pairing of maps in heads is the paper's layer, but only usual ones are "
-                     "tried.")
-        return text
+        nothing = "No cause was found in time" if self.was_cut_off else "Nothing on the list fits"
+        return f"{nothing}. They part {where}."
 
 
-def changed(steps, mistakes):
-    """The steps with mistakes, or None where two of them want the same place."""
-    changes = {}
-    for mistake in mistakes:
-        if changes.keys() & mistake.steps.keys():
-            return None
-        changes |= mistake.steps
-    return replace(steps, **changes)
-
-
-def cheapest_first(lists, most):
-    """Combinations of mistakes, at most so many of them called DIFFERS."""
-    for wrong_ones in range(most + 1):
-        yield from sorted(combinations(lists, wrong_ones), key=cost)
-
-
-def combinations(lists, wrong_ones):
-    """All ways to take at most one mistake of each list, of which so many are called DIFFERS."""
+def choose(lists, wrong_ones):
+    """All ways to take at most one mistake of each list, so many of them called DIFFERS."""
     if not lists:
         if wrong_ones == 0:
             yield ()
         return
-    yield from combinations(lists[1:], wrong_ones)
-    for mistake in lists[0]:
-        left = wrong_ones - level(mistake)
+    first, *others = lists
+    yield from choose(others, wrong_ones)
+    for mistake in first:
+        left = wrong_ones - (mistake.kind == DIFFERS)
         if left >= 0:
-            for others in combinations(lists[1:], left):
-                yield (mistake, *others)
+            for more in choose(others, left):
+                yield (mistake, *more)
 
 
-def level(mistake):
-    """As how many it counts. What is rare is tried later."""
-    if mistake.verdict != DIFFERS:
-        return 0
-    return 2 if mistake.is_rare else 1
+def cost_of(mistakes):
+    return sum(COST[mistake.kind] for mistake in mistakes)
 
 
-def cost(mistakes):
-    return sum(COST[mistake.verdict] for mistake in mistakes)
+def is_sensible(mistakes):
+    """Where there is no norm, it does not matter how it is done."""
+    changes = {step: what for m in mistakes for step, what in m.steps.items()}
+    return changes.get("over") != () or not changes.keys() & {"rms", "gain"}
+
+
+# ---- what was found
+
+def form_of_lambda(theirs, found, near):
+    """(lambda_init, which of the four vectors is q1, k1, q2, k2), if lambda has the paper's form:
+    without what the vectors make it is the same in both draws. Else None."""
+    roles = set(theirs.roles.values())
+    if found.at.reading.version == 2 or not roles & {*VECTORS, "lambdas"}:
+        return None
+    for pairs in PAIRS if "lambdas" in roles else PAIRS[:1]:
+        one = float(found.w.lam) - exp_part(0, pairs)
+        other = float(found.other.lam) - exp_part(1, pairs)
+        if abs(one - other) < near:
+            return one, pairs
+    return None
+
+
+def beyond(theirs, found, seen, form):
+    """[(name, detail)]: does what was found hold with other lambdas, and in other texts?"""
+    causes = []
+    for number in (2, 3) if form else ():
+        init, pairs = form
+        lam = exp_part(number, pairs) + init
+        with contextlib.suppress(RuntimeError):  # it may refuse such a lambda
+            errors, sign = errors_of(theirs, found, number, seen.x, found.at.given, lam)
+            if errors.max() > max(0.05, 10 * seen.tolerance):
+                name = "rows sum to 1" if sign < 0 else "lambda bounded"
+                causes.append((name, f"Where the paper's is {lam:.2f}, yours is another."))
+                break
+    C = seen.x.shape[2]
+    for T in seen.lengths if "sees the future" not in seen.mistakes else ():
+        given = calls_of(theirs, T, C, seen.h)[found.at.call]
+        errors, _ = errors_of(theirs, found, 0, text(T, C), given, found.w.lam)
+        if errors.max() > max(0.01, 5 * seen.tolerance):
+            first = errors.amax(0).gt(0.01).nonzero()[0].item()
+            causes.append(("length", f"In a text of {T} tokens they part from {first} on."))
+            break
+    return causes
+
+
+def errors_of(theirs, found, number, x, given, lam):
+    """(errors of the tokens, (B, T), the sign of their output relative to ours)."""
+    draw = Draw(theirs, found.at.reading, x, given, found.at.order, number)
+    for name in ("scale", "factor", "theta", "turned"):
+        setattr(draw.w, name, getattr(found.w, name))
+    draw.w.lam = lam
+    y = paper.layer(draw.x, draw.w, found.steps)
+    return outside.apart(y, draw.y).nan_to_num(math.inf), (y * draw.y).sum().sign()

@@ -1,204 +1,171 @@
-"""The verdict on a port: what is seen from outside, and what makes the paper's layer into it."""
-from port import findings, further, given, lambdas, misread, outside, stand_ins
-from port.mistakes import BROKEN, CHOICE, DIFFERS, NOTE, SAME, find
-from port.outside import NOT_SOUND
-from port.problems import NoVerdict
-from port.roles import in_short, is_obvious
-from port.search import SECONDS, Clock, Search
-from port.theirs import Port, Reading
+"""The verdict on a layer: what is seen from outside, and what makes the paper's layer into it."""
+import math
+import textwrap
+
+from port import outside, search
+from port.mistakes import BROKEN, CHOICE, DIFFERS, KINDS, NOTE, SAID, SAME, UNCLEAR
+from port.paper import lambda_init_of
+from port.reading import read
+from port.roles import VECTORS, NoVerdict, in_short
+from port.theirs import Theirs
+
+NOT_LOOKED_AT = ("Not looked at: a cache; gradients, but for those that are 0; one head's lambda "
+                 "alone, and the eps of the norm; what a weight does that is held at 0 or 1.")
 
 
 class Verdict:
-    """The result.
-
-    kind: the worst finding. explained: whether our layer was made equal.
-    broken, differs, choices, same: names of findings. sees_future: whether one of them is that.
-    lines: what is printed.
-    """
+    """kind: the worst finding. names: {kind: names of findings}. str() is what is printed."""
 
     def __init__(self, found, explained, notes):
+        found = sorted(found, key=lambda finding: KINDS.index(finding[0].kind))
         self.explained = explained
-        order = [BROKEN, DIFFERS, CHOICE, SAME, NOTE]
-        found = sorted(found, key=lambda finding: order.index(finding.kind))
-        self.broken, self.differs, self.choices, self.same = [
-            [finding.name for finding in found if finding.kind == kind] for kind in order[:4]
-        ]
-        self.sees_future = "sees the future" in self.broken
-        if self.broken:
-            self.kind = BROKEN
-        elif self.differs or not explained:
-            self.kind = DIFFERS
-        else:
-            self.kind = CHOICE if self.choices else SAME
-        first = self.kind if explained or self.broken else f"{self.kind}, not explained"
-        self.lines = [first, *map(str, found), *notes]
+        self.names = {kind: [m.name for m, _ in found if m.kind == kind] for kind in KINDS}
+        kinds = [m.kind for m, _ in found if m.kind != NOTE] + [SAME if explained else DIFFERS]
+        self.kind = min(kinds, key=KINDS.index)
+        is_clear = explained or self.kind == BROKEN
+        self.lines = [self.kind if is_clear else f"{self.kind}, not explained"]
+        for mistake, detail in found:
+            text = f"{mistake.kind:8} {mistake.name}: {mistake.text} {detail}".rstrip()
+            self.lines.append(textwrap.fill(text, 100, subsequent_indent=" " * 9))
+            if mistake.code():
+                self.lines.append(textwrap.indent(mistake.code(), " " * 9))
+        self.lines += [textwrap.fill(note, 100) for note in (*notes, NOT_LOOKED_AT)]
 
     def __str__(self):
         return "\n".join(self.lines)
 
 
-def diagnose(layer=None, n_head=8, depth=None, version=1, causal=True, names=None):
-    """The Verdict on a layer, (B, T, C) to (B, T, C), which is put into eval mode.
+def diagnose(layer=None, n_head=None, depth=None, version=None, causal=True, names=None):
+    """The Verdict on a torch module, (B, T, C) to (B, T, C), which is put into eval mode.
 
-    layer: a torch module, or a function layer(x, w) of weights with Microsoft's names.
-    n_head: how many maps, two for each head. In version 2 it counts heads.
-    depth: the number of the layer, counted from 0. If None, 0 is assumed, and that is said. There
-    is no verdict if lambda_init is another layer's, and nothing else is wrong.
-    names: {role: the name of a weight, or a list of names}, where the guess is wrong.
-    Raises ValueError with a sentence that helps, where no verdict is possible.
+    n_head (maps, two for each head; in version 2 heads), version and depth (counted from 0) are
+    needed only where no weight shows them. names: {role: name or names of weights}, where the guess
+    is wrong. Raises NoVerdict, a ValueError with a sentence that helps.
     """
-    is_told = depth is not None
-    port = Port(layer, Reading(n_head, depth if is_told else 0, version, causal), names)
-    x, ways = port.ways()
-    port.read_shapes(x.shape[2])
-    port.transposed, port.unclear = outside.how_matrices_lie(port, ways[0], x)
-    seen = outside.look(port, x, ways)
-    found = [findings.Finding(find(name), detail) for name, detail in seen.mistakes.items()]
-    causes = None
-    way = seen.ways[0]
-    if NOT_SOUND & seen.mistakes.keys():
-        note = "It is not compared with the paper's layer: that needs sound outputs."
-    else:
-        try:
-            causes, note, way = explain(port, seen)
-        except NoVerdict as reason:
-            if not any(finding.kind == BROKEN for finding in found):  # a note is no verdict
-                raise
-            note = f"It is not compared with the paper's layer: {reason}"
-    found = findings.join(found, causes or []) + notes_on(port, seen)
-    if not is_told:
-        refuse_an_assumed_depth(found)
-    notes = [how_it_was_read(port, is_told)]
-    called = how_it_was_called(way)
-    if called:
-        notes.append(called)
-    return Verdict(found, causes is not None, [*notes, note])
-
-
-def explain(port, seen):
-    """(findings or None, a sentence, the way it was called).
-
-    NoVerdict if there is nothing that can be compared.
-    """
-    clock = Clock()
-    refuse_what_is_misread(port, seen, clock)
-    seconds = 3 if "no past" in seen.mistakes else SECONDS
-    search = Search(port, port.said, seen, clock, seconds)
-    if not search.tries:
-        raise NoVerdict(misread.what_does_not_fit(port, seen.x.shape[2]))
-    found = None if port.has_lambda() else misread.as_plain_softmax(port, seen, clock)
-    if not found:
-        found = search.run()
-    if found:
-        causes, note = what_explains(port, seen, found)
-        return causes, note, found.draw.way
-    return None, why_not(port, seen, search, clock), seen.ways[0]
-
-
-def why_not(port, seen, search, clock):
-    """A sentence where nothing explains the layer. NoVerdict if another number of maps does."""
-    if "no past" in seen.mistakes:
-        return "Mend that first, and run again: the rest can't be compared so."
-    if not port.tells_n_head():
-        reading = misread.better_reading_by_trying(port, seen, clock)
-        if reading:
-            raise NoVerdict(reading)
-    if port.has_lambda():
-        doubt = doubts(port, seen)
-    else:
-        doubt = "No weight is a lambda: is it differential attention?"
-    return f"{search.where_it_failed()} {doubt}".strip()
-
-
-def refuse_an_assumed_depth(found):
-    """NoVerdict if the layer is only wrong in that it was taken for the first one."""
-    wrong = [finding for finding in found if finding.kind in (BROKEN, DIFFERS)]
-    if len(wrong) == 1 and wrong[0].of_layer is not None and wrong[0].of_layer > 0:
-        other = wrong[0].of_layer
-        raise NoVerdict(f"is depth = {other} meant? It was not said, and lambda_init is that of "
-                        f"layer {other}")
-
-
-def doubts(port, seen):
-    """A question on what was said or guessed, and may be wrong where nothing explains the layer."""
-    asked = []
-    if not port.tells_n_head():
-        asked.append("is n_head right")
-    if seen.sees_future or not port.said.causal:
-        asked.append("is causal right")
-    if port.unclear:
-        asked.append(f"is a weight transposed ({', '.join(in_short(sorted(port.unclear)))})")
-    question = ", or ".join(asked)
-    return f"{question[:1].upper()}{question[1:]}?" if asked else ""
-
-
-def refuse_what_is_misread(port, seen, clock):
-    """NoVerdict if the layer is not what it was said to be, or if weights have no role."""
-    block = misread.is_a_block(port, seen.ways[0], seen.x)
-    if block:
-        raise NoVerdict(block)
-    unknown = [name for name, role in port.roles.items() if role == "unknown"]
-    if unknown and "dead weights" not in seen.mistakes:
-        raise NoVerdict(misread.ask_for_names(port, unknown))
-    reading = misread.better_reading(port, seen, clock)
-    if reading:
-        raise NoVerdict(reading)
-
-
-def what_explains(port, seen, found):
-    """(findings, a sentence) of what makes our layer equal to the port."""
-    if port.vectors_in:
-        lambdas.name_vectors(port, found, findings.nearness(seen.tolerance))
-    causes = findings.from_search(found, seen.tolerance)
-    if port.transposed:
-        names = ", ".join(in_short(sorted(port.transposed)))
-        causes.append(findings.Finding(find("weights transposed"), f"Here: {names}."))
-    later = further.look(port, found, seen)
-    start = "Our layer equals"
-    if later:
-        start = "Otherwise our layer equals"
-    elif any(cause.kind not in (SAME, NOTE) for cause in causes):
-        start = "With these changes our layer equals"
-    elif any(cause.kind == SAME for cause in causes):
-        start = "With its weights in this order our layer equals"
-    return causes + later, f"{start} yours to {found.error:.0e}."
-
-
-def notes_on(port, seen):
-    """Findings that do not change the verdict."""
-    found = []
-    zeros = outside.starts_from_zeros(port, seen.ways[0], seen.x)
+    theirs = Theirs(layer, names, causal)
+    x, readings, calls = read(theirs, n_head, version, depth)
+    theirs = theirs.read_as(transposed=outside.transposed(theirs, x, calls[0][1]))
+    seen = outside.look(theirs, x, calls, readings[0].h)
+    findings = [(SAID[name], detail) for name, detail in seen.mistakes.items()]
+    zeros = zero_vectors(theirs)
     if zeros:
-        found.append(findings.Finding(find("start from zeros"), ", ".join(in_short(zeros))))
-    far = lambdas.far_start(port)
-    if far:
-        found.append(findings.Finding(find("start of lambda"), far))
-    if seen.rounds:
-        found.append(findings.Finding(find("rounding"), f"Here that is {seen.tolerance:.0e}."))
-    return found
+        findings.append((SAID["start from zeros"], zeros))
+    if not seen.is_sound:
+        return Verdict(findings, False, [*how_it_was_read(theirs, readings[0], seen),
+                                         "So it is not compared with the paper's layer."])
+    if outside.is_a_block(theirs, x, seen.given):
+        raise NoVerdict("with all its matrices 0 the layer still gives something, so it adds a "
+                        "residual. Give the attention alone, as layer = block.attn")
+    unused = {name: "unused" for name in outside.without_gradient(theirs, x, seen.given, 0)
+              if theirs.roles[name] == "norm"}
+    theirs = theirs.read_as(roles=theirs.roles | unused)
+    tried = search.Search(theirs, readings, seen)
+    if not tried.tries:
+        raise NoVerdict(what_does_not_fit(theirs, readings[0]))
+    found = tried.run()
+    reading, last_line = readings[0], tried.why_not()
+    if not any(role.startswith(("lambda", "gate")) for role in theirs.roles.values()):
+        last_line += " No weight is a lambda."
+    if found:
+        reading = found.at.reading
+        last_line = f"With these changes our layer equals yours to {found.error:.0e}."
+        findings += causes_of(theirs, found, seen)
+    if n_head not in (None, reading.n_head):
+        raise NoVerdict(f"is n_head = {reading.n_head} meant? With this it is explained")
+    verdict = Verdict(findings, bool(found), [*how_it_was_read(theirs, reading, seen), last_line])
+    if verdict.kind in (CHOICE, SAME) and verdict.names[UNCLEAR]:
+        raise NoVerdict(f"it would be {verdict.kind}, but\n{verdict}")
+    return verdict
 
 
-def how_it_was_called(way):
-    """What forward got besides x. What it did not get, None, is no news."""
-    given_to = {name: value for name, value in way.arguments.items() if value is not None}
-    words = [f"{name}: {given.in_words(value)}" for name, value in given_to.items()]
-    return f"called with {'; '.join(words)}" if words else ""
+def causes_of(theirs, found, seen):
+    """[(mistake, detail), ...]: what was found by trying, by fitting, and beyond."""
+    near = max(1e-3, seen.tolerance)
+    form = search.form_of_lambda(theirs, found, near)
+    causes = [(mistake, "") for mistake in found.mistakes]
+    causes += [(SAID[name], detail) for name, detail in (
+        *of_lambda(found, form, near, seen), *of_numbers(found, form, near))]
+    if theirs.transposed:
+        causes.append((SAID["weights transposed"], in_short(theirs.transposed)))
+    if not seen.leaks:
+        causes += [(SAID[name], detail) for name, detail in
+                   search.beyond(theirs, found, seen, form)]
+    return causes
 
 
-def how_it_was_read(port, depth_is_told):
-    """What was said, what was guessed of weights whose names leave a doubt, and stand-ins."""
-    said = port.said
-    depth = said.depth if depth_is_told else "0 (assumed)"
-    text = (f"read with n_head={said.n_head}, depth={depth}, version={said.version}, "
-            f"causal={said.causal}")
-    guesses = []
-    for name, role in port.roles.items():
-        if name in port.vectors_in:
-            guesses.append(f"{name} as {' and '.join(port.vectors_in[name])}")
-        elif name not in port.told and not is_obvious(name, role):
-            guesses.append(f"{name} as {role}")
-    packages = stand_ins.packages(stand_ins.in_use())
-    used = [f"a stand-in for {package}" for package in packages]
-    text = ", ".join([text, *in_short(guesses), *used])
-    missing = ", ".join(port.missing_roles())
-    return f"{text}. Not found: {missing}" if missing else text
+def of_lambda(found, form, near, seen):
+    """[(name, detail), ...]"""
+    if found.at.reading.version == 2:
+        return []
+    if form:
+        return of_lambda_init(form[0], found.at.reading.depth, near)
+    name = "lambda" if found.w.lam > 0 else "lambda negative"
+    if name == "lambda" and "dead weights" in seen.mistakes:  # one thing is said once
+        return []
+    return [(name, f"It is {float(found.w.lam):.3f} here.")]
+
+
+def of_lambda_init(yours, depth, near):
+    """[(name, detail)]: another layer's number is a slip. Any other may be a constant that is
+    meant."""
+    layers = [n for n in range(-1, 24) if abs(yours - lambda_init_of(n)) < near / 4]
+    if abs(yours - 0.8) < near:  # that of no layer, though the late ones come near
+        layers = []
+    if depth is None and layers and layers[0] >= 0:
+        return []
+    if abs(yours - lambda_init_of(depth or 0)) < near:
+        return []
+    detail = f"Yours is {yours:.4f}" + (f", that of layer {layers[0]}." if layers else ".")
+    is_choice = not layers and 0.01 < yours < 1
+    return [("constant lambda_init" if is_choice else "lambda_init", detail)]
+
+
+def of_numbers(found, form, near):
+    """[(name, detail), ...]: the other numbers that were fitted."""
+    w, reading = found.w, found.at.reading
+    factors = [1.0]
+    if reading.version == 1:
+        factors = [1 - lambda_init_of(reading.depth or 0)]
+        if form:
+            factors = [1 - form[0]] + factors * (reading.depth is not None)  # either is right
+    papers_and_yours = {
+        "scale": (math.sqrt(w.d), float(w.scale)),
+        "factor": (min(factors, key=lambda one: abs(one - w.factor)), float(w.factor)),
+        "value width": (w.d * 2 // reading.version, w.d_v),
+    }
+    causes = [(name, f"The paper's is {papers:.4g}, yours is {yours:.4g}.")
+              for name, (papers, yours) in papers_and_yours.items() if abs(papers - yours) > near]
+    if w.turned < w.d:
+        causes.append(("rotary share", f"Yours turns {w.turned} of {w.d}."))
+    if abs(float(w.theta) / 1e4 - 1) > near and w.turned > 2:
+        name = "rotary table" if abs(float(w.theta) / 100 - 1) < 10 * near else "rotary base"
+        causes.append((name, f"Yours is {float(w.theta):.6g}."))
+    return causes
+
+
+def zero_vectors(theirs):
+    """Names of lambda's vectors that start at 0 in both of a pair."""
+    zeros = {role: name for name, role in theirs.roles.items()
+             if role in VECTORS and not theirs.weights[name].any()}
+    pairs = [VECTORS[:2], VECTORS[2:]]
+    return ", ".join(zeros[role] for pair in pairs if set(pair) <= zeros.keys() for role in pair)
+
+
+def how_it_was_read(theirs, reading, seen):
+    """Lines for the user."""
+    depth = "that of its lambda_init" if reading.depth is None else reading.depth
+    held = dict(bias=", held at 0", qk_norm=", held at 1")  # so what they do is not seen
+    roles = dict.fromkeys(f"{in_short([name])} as {role}{held.get(role, '')}"
+                          for name, role in theirs.roles.items())
+    lengths = ", ".join(map(str, sorted({*seen.lengths, seen.x.shape[1]})))
+    lines = [f"Read with n_head={reading.n_head}, depth={depth}, version={reading.version}, "
+             f"causal={reading.causal}; {', '.join(roles)}. Texts of {lengths} tokens."]
+    given = [name for name, value in seen.given.items() if value is not None]
+    return lines + [f"Called with {', '.join(given)}."] * bool(given)
+
+
+def what_does_not_fit(theirs, reading):
+    sizes = ", ".join(f"{name} {tuple(weight.shape)} as {theirs.roles[name]}"
+                      for name, weight in theirs.weights.items())
+    return (f"with n_head = {reading.n_head} its weights do not have the sizes of such a layer: "
+            f"{sizes}. Are n_head, version and names right?")
