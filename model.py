@@ -31,7 +31,8 @@ Five things that reimplementations of diff often get wrong. Here, as in Microsof
     1. the two maps of head n are neighbours, 2n and 2n + 1, and share a value twice as wide
     2. the rotation turns neighbouring channels, 2m and 2m + 1
     3. lambda_init counts the layers from 0
-    4. the norm is over the channels of one token and one head, not over all heads nor over time
+    4. the norm is over the channels of one token and one head, not over all heads nor over time.
+       (The paper calls it GroupNorm. nn.GroupNorm on (B, C, T) pools over time: it sees the future)
     5. scores are divided by sqrt(d), where d is the width of a query, not that of a value
 
 The file begins with the equations. What they are made of (rotate, phi, ...) stands below them.

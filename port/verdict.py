@@ -68,8 +68,10 @@ def diagnose(layer=None, n_head=None, depth=None, version=None, causal=True, nam
         last_line += " No weight is a lambda."
     if found:
         reading = found.at.reading
-        last_line = f"With these changes our layer equals yours to {found.error:.0e}."
-        findings += causes_of(theirs, found, seen)
+        causes = causes_of(theirs, found, seen)
+        findings += causes
+        ours = "With these changes our layer" if causes else "Our layer"
+        last_line = f"{ours} equals yours to {found.error:.0e}."
     if n_head not in (None, reading.n_head):
         raise NoVerdict(f"is n_head = {reading.n_head} meant? With this it is explained")
     verdict = Verdict(findings, bool(found), [*how_it_was_read(theirs, reading, seen), last_line])
@@ -153,7 +155,9 @@ def zero_vectors(theirs):
 
 def how_it_was_read(theirs, reading, seen):
     """Lines for the user."""
-    depth = "that of its lambda_init" if reading.depth is None else reading.depth
+    depth = reading.depth
+    if depth is None:
+        depth = "any" if reading.version == 2 else "that of its lambda_init"
     held = dict(bias=", held at 0", qk_norm=", held at 1")  # so what they do is not seen
     roles = dict.fromkeys(f"{in_short([name])} as {role}{held.get(role, '')}"
                           for name, role in theirs.roles.items())
