@@ -8,22 +8,26 @@ m, m wrong lines share one word. The gap of a head is by how much the logit of t
 place exceeds that of a wrong one: of the right place less the log of the mean exp of the others.
 Then m wrong places together have less weight than the right one as long as m < e^gap.
 
-    python -m lab.lists    # the gaps of SmolLM2 and what its crowds do: some ten minutes
+    python -m lab.lists run       # the gaps of SmolLM2, and what its crowds do: some ten minutes
+    python -m lab.lists tables    # what was found, from lab/results/gaps.jsonl
 """
 import json
+import math
 import random
 import re
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from lab.checkpoints import load_checkpoint, load_tokenizer
 from lab.maps import layers
-from lab.stats import RESULTS
-from model import make_rope, softmax_map
+from lab.stats import RESULTS, markdown, run_verb
+from model import softmax_map
 
+RUNS = RESULTS / "gaps.jsonl"  # a line for each crowd
 LINES = 32  # of a list
-LISTS = 300
+LISTS = range(20, 220)  # the first 20 were looked at before the predictions
 CROWDS = (0, 4, 8, 16, 24)
 AT_ONCE = 10  # lists that are read together
 # (layer, head) of SmolLM2 in which the last token of a list gives most to the right word, of 270.
@@ -58,11 +62,12 @@ def make_list(pools, number, crowd):
     return "\n".join([*lines, "", *examples, f"{names[right]}:"]), words, right
 
 
-def read_lists(tokenizer, crowd, n):
-    """Batches of n lists: (tokens (B, T), the ids of the words of each line (B, 32), right (B,))."""
+def read_lists(tokenizer, crowd, numbers):
+    """Batches of lists: (tokens (B, T), the ids of the words of each line (B, 32), right (B,))."""
     pools = find_words(tokenizer)
-    for first in range(0, n, AT_ONCE):
-        texts, words, right = zip(*[make_list(pools, i, crowd) for i in range(first, first + AT_ONCE)])
+    for first in range(0, len(numbers), AT_ONCE):
+        lists = [make_list(pools, i, crowd) for i in numbers[first : first + AT_ONCE]]
+        texts, words, right = zip(*lists)
         tokens = torch.tensor([tokenizer.encode(text) for text in texts])  # all have one length
         ids = tokens[:, 2 : 4 * LINES : 4]  # a line is a name, a colon, a word, a new line
         assert tokenizer.decode(ids[0]).split() == words[0]
@@ -70,23 +75,23 @@ def read_lists(tokenizer, crowd, n):
 
 
 @torch.inference_mode()
-def answers(model, tokenizer, crowd, n):
-    """By list: the log-probability of the right word, and the word that is likeliest: "right",
-    "crowd" or "other"."""
+def answers(model, tokenizer, crowd, numbers):
+    """By list: log p of the right word, and which word is likeliest: right, crowd or other."""
     found = dict(logp=[], says=[])
-    for tokens, ids, right in read_lists(tokenizer, crowd, n):
+    for tokens, ids, right in read_lists(tokenizer, crowd, numbers):
         logp = model(tokens)[0][:, -1].log_softmax(-1)
         for row, words, line in zip(logp, ids, right):
-            is_many = [(words == word).sum() > 1 for word in words]
-            best = row.argmax()
             found["logp"].append(round(row[words[line]].item(), 4))
-            is_crowd = any(many and word == best for many, word in zip(is_many, words))
-            found["says"].append("right" if best == words[line] else "crowd" if is_crowd else "other")
+            best = row.argmax()
+            if best == words[line]:
+                found["says"].append("right")
+            else:
+                found["says"].append("crowd" if (words == best).sum() > 1 else "other")
     return found
 
 
 @torch.inference_mode()
-def weights(model, tokens, ids):
+def weights(model, tokens):
     """What the last token gives to the word of each line, in the look-up heads: (B, 14, 32)."""
     found = {}
     for layer, (block, x, rope) in enumerate(layers(model, tokens)):
@@ -96,41 +101,125 @@ def weights(model, tokens, ids):
             A = softmax_map(q[:, heads], k[:, heads], rope)  # (B, heads, T, T)
             for head, row in zip(heads, A[:, :, -1].unbind(1)):
                 found[layer, head] = row[:, 2 : 4 * LINES : 4]
+        if len(found) == len(LOOK_UP):
+            break  # the later layers have none
     return torch.stack([found[place] for place in LOOK_UP], dim=1)
 
 
-def measure(model, tokenizer, crowd, n):
-    """A row: by head and list, the weights of the right word, of the crowd, of the heaviest other
-    word, and the gap. All but the gap are in thousandths."""
+def measure(model, tokenizer, crowd, numbers):
+    """By head and list: the gap, and the weight of the right word, the crowd's, the best other's."""
     rows = []
-    for tokens, ids, right in read_lists(tokenizer, crowd, n):
-        A = weights(model, tokens, ids)  # (B, 14, 32)
-        is_right = torch.arange(LINES) == right[:, None]  # (B, 32)
-        stands = (ids[:, :, None] == ids[:, None]).sum(-1)  # how often each word stands
-        of_right = A[is_right[:, None].expand_as(A)].unflatten(0, A.shape[:2])
-        others = A.masked_fill(is_right[:, None], 0)
-        of_crowd = (others * (stands > 1)[:, None]).sum(-1)
-        of_other = (others * (stands == 1)[:, None]).amax(-1)
+    for tokens, ids, right in read_lists(tokenizer, crowd, numbers):
+        A = weights(model, tokens)  # (B, 14, 32)
+        is_right = (torch.arange(LINES) == right[:, None])[:, None]  # (B, 1, 32)
+        is_crowd = ((ids[:, :, None] == ids[:, None]).sum(-1) > 1)[:, None]  # (B, 1, 32)
+        of_right = (A * is_right).sum(-1)  # (B, 14)
+        others = A * ~is_right
+        of_crowd = (others * is_crowd).sum(-1)
+        of_other = (others * ~is_crowd).amax(-1)
         gap = of_right.log() - (others.sum(-1) / (LINES - 1)).log()
-        rows.append(torch.stack((1000 * of_right, 1000 * of_crowd, 1000 * of_other, gap)))
-    rows = torch.cat(rows, dim=1).transpose(1, 2)  # (4, 14, n)
-    names = ("right", "crowd", "other", "gap")
-    return {name: [[round(x, 2) for x in head] for head in row.tolist()]
+        rows.append(torch.stack((gap, of_right, of_crowd, of_other)))
+    rows = torch.cat(rows, dim=1).transpose(1, 2)  # (4, 14, lists)
+    names = ("gap", "right", "crowd", "other")
+    return {name: [[float(f"{x:.3g}") for x in head] for head in row.tolist()]
             for name, row in zip(names, rows)}
 
 
-def main():
+def run():
     file, model = load_checkpoint(Path("out/smollm2"))
     tokenizer = load_tokenizer(file, model)
-    out = RESULTS / "lists.jsonl"
-    done = [json.loads(line)["crowd"] for line in out.read_text().splitlines()] if out.exists() else []
+    done = [row["crowd"] for row in read_lines(RUNS)]
     for crowd in CROWDS:
         if crowd not in done:
             row = dict(crowd=crowd) | answers(model, tokenizer, crowd, LISTS)
             row |= measure(model, tokenizer, crowd, LISTS)
-            with open(out, "a", encoding="utf-8") as f:
+            with open(RUNS, "a", encoding="utf-8") as f:
                 f.write(json.dumps(row) + "\n")
-            print(f"crowd of {crowd} -> {out}", flush=True)
+            print(f"crowd of {crowd} -> {RUNS}", flush=True)
+
+
+def read_lines(file):
+    """The rows of a file of JSON lines, or none."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+# ---- what was found
+
+def border(shares):
+    """The crowd beside which half of the lists are lost, on a line between two sizes, or inf."""
+    points = [(0, 0.0), *shares.items()]
+    for (m, share), (next_m, next_share) in zip(points, points[1:]):
+        if next_share >= 0.5:
+            return m + (0.5 - share) / (next_share - share) * (next_m - m)
+    return math.inf
+
+
+def head_table(rows):
+    """A line for each head: e^gap without a crowd, and where a crowd has more than the right."""
+    lines = []
+    for i, place in enumerate(LOOK_UP):
+        gap = np.median(rows[0]["gap"][i])
+        line = {"layer, head": place, "e^gap": f"{math.exp(gap):.1f}"}
+        right = np.mean(rows[0]["right"][i])
+        line["weight of the right word"] = f"{right:.2f}"
+        shares = {}
+        for m in CROWDS[1:]:
+            shares[m] = np.mean(np.greater(rows[m]["crowd"][i], rows[m]["right"][i]))
+            line[f"crowd of {m} wins, %"] = f"{100 * shares[m]:.0f}"
+        line["border"] = f"{border(shares):.1f}"
+        lines.append(line)
+    return markdown(lines)
+
+
+def law_table(rows):
+    """Of all pairs of head and list: how often the crowd wins, where e^gap is below m, and not."""
+    gap = np.array(rows[0]["gap"])  # (14, lists)
+    lines = []
+    for m in CROWDS[1:]:
+        wins = np.greater(rows[m]["crowd"], rows[m]["right"])
+        below = np.exp(gap) < m
+        lines.append({
+            "crowd": m, "e^gap below it, %": f"{100 * below.mean():.0f}",
+            "crowd wins there, %": interval(wins, below), "elsewhere, %": interval(wins, ~below),
+            "weight of a line of the crowd, of another = 1": f"{line_weight(rows[m], m):.2f}",
+        })
+    return markdown(lines)
+
+
+def line_weight(row, m):
+    """The median over heads and lists of a crowd's line's weight, where another wrong line has 1."""
+    crowd = np.array(row["crowd"])
+    others = np.array(row["right"]) / np.exp(row["gap"]) * (LINES - 1) - crowd
+    return np.median((crowd / m) / (others / (LINES - 1 - m)))
+
+
+def interval(wins, where):
+    """Like "40 (35 to 45)", in %, by a bootstrap over lists. wins, where: (heads, lists)"""
+    chosen = np.random.default_rng(0).integers(wins.shape[1], size=(2000, wins.shape[1]))
+    number = (wins & where).sum(0)[chosen].sum(1)  # (2000,)
+    shares = 100 * number / where.sum(0)[chosen].sum(1)
+    low, high = np.percentile(shares, [2.5, 97.5])
+    return f"{100 * wins[where].mean():.0f} ({low:.0f} to {high:.0f})"
+
+
+def answer_table(rows):
+    """What the whole model says."""
+    lines = []
+    for m, row in rows.items():
+        line = {"crowd": m}
+        for word in ("right", "crowd", "other"):
+            line[f"{word}, %"] = f"{100 * np.mean([said == word for said in row['says']]):.1f}"
+        lines.append(line | {"log p of the right word": f"{np.mean(row['logp']):.2f}"})
+    return markdown(lines)
+
+
+def tables():
+    rows = {row["crowd"]: row for row in read_lines(RUNS)}
+    print(head_table(rows), law_table(rows), answer_table(rows), sep="\n\n")
+
+
+def main(argv=None):
+    run_verb("lab.lists", __doc__, argv, run=run, tables=tables)
 
 
 if __name__ == "__main__":

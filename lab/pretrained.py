@@ -32,7 +32,7 @@ RUNS = RESULTS / "pretrained.jsonl"  # a run a line
 T = 512  # tokens of a sequence. A step reads one of each text
 STEPS = 120
 WARMUP = 12
-LISTS = 100  # with a crowd, and without
+LISTS = range(100)  # with a crowd, and without
 SAVE_EVERY = 40  # steps
 
 # ---- the arms. Each starts as the model: lambda is 0
