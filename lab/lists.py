@@ -128,10 +128,10 @@ def measure(model, tokenizer, crowd, numbers):
 def run():
     file, model = load_checkpoint(Path("out/smollm2"))
     tokenizer = load_tokenizer(file, model)
-    done = [row["crowd"] for row in read_lines(RUNS)]
+    done = [row["m"] for row in read_lines(RUNS)]
     for crowd in CROWDS:
         if crowd not in done:
-            row = dict(crowd=crowd) | answers(model, tokenizer, crowd, LISTS)
+            row = dict(m=crowd) | answers(model, tokenizer, crowd, LISTS)
             row |= measure(model, tokenizer, crowd, LISTS)
             with open(RUNS, "a", encoding="utf-8") as f:
                 f.write(json.dumps(row) + "\n")
@@ -214,7 +214,7 @@ def answer_table(rows):
 
 
 def tables():
-    rows = {row["crowd"]: row for row in read_lines(RUNS)}
+    rows = {row["m"]: row for row in read_lines(RUNS)}
     print(head_table(rows), law_table(rows), answer_table(rows), sep="\n\n")
 
 
