@@ -107,35 +107,44 @@ def weights(model, tokens):
 
 
 def measure(model, tokenizer, crowd, numbers):
-    """By head and list: the gap, and the weight of the right word, the crowd's, the best other's."""
-    rows = []
-    for tokens, ids, right in read_lists(tokenizer, crowd, numbers):
-        A = weights(model, tokens)  # (B, 14, 32)
-        is_right = (torch.arange(LINES) == right[:, None])[:, None]  # (B, 1, 32)
-        is_crowd = ((ids[:, :, None] == ids[:, None]).sum(-1) > 1)[:, None]  # (B, 1, 32)
-        of_right = (A * is_right).sum(-1)  # (B, 14)
-        others = A * ~is_right
-        of_crowd = (others * is_crowd).sum(-1)
-        of_other = (others * ~is_crowd).amax(-1)
-        gap = of_right.log() - (others.sum(-1) / (LINES - 1)).log()
-        rows.append(torch.stack((gap, of_right, of_crowd, of_other)))
-    rows = torch.cat(rows, dim=1).transpose(1, 2)  # (4, 14, lists)
-    names = ("gap", "right", "crowd", "other")
-    return {name: [[float(f"{x:.3g}") for x in head] for head in row.tolist()]
-            for name, row in zip(names, rows)}
+    """(A (lists, 14, 32), where the right word is, where the crowd is), the latter (lists, 1, 32)."""
+    tokens, ids, right = map(torch.cat, zip(*read_lists(tokenizer, crowd, numbers)))
+    A = torch.cat([weights(model, part) for part in tokens.split(AT_ONCE)])
+    is_right = torch.arange(LINES) == right[:, None]
+    is_crowd = (ids[:, :, None] == ids[:, None]).sum(-1) > 1
+    return A, is_right[:, None], is_crowd[:, None]
+
+
+def by_head(x):
+    """(lists, 14) as lists of plain numbers, a list for each head."""
+    return [[float(f"{value:.3g}") for value in head] for head in x.T.tolist()]
 
 
 def run():
+    """Writes a line for each crowd: by list what the model says, and by head and list
+
+        gap      the gap
+        right    the weight of the right word's place
+        crowd    the weight of the crowd's places
+        places   the weight that these places have in the list without a crowd
+    """
     file, model = load_checkpoint(Path("out/smollm2"))
     tokenizer = load_tokenizer(file, model)
-    done = [row["m"] for row in read_lines(RUNS)]
-    for crowd in CROWDS:
-        if crowd not in done:
-            row = dict(m=crowd) | answers(model, tokenizer, crowd, LISTS)
-            row |= measure(model, tokenizer, crowd, LISTS)
-            with open(RUNS, "a", encoding="utf-8") as f:
-                f.write(json.dumps(row) + "\n")
-            print(f"crowd of {crowd} -> {RUNS}", flush=True)
+    RUNS.unlink(missing_ok=True)
+    for m in CROWDS:
+        A, is_right, is_crowd = measure(model, tokenizer, m, LISTS)
+        if m == 0:
+            without = A
+        right = (A * is_right).sum(-1)
+        others = (A * ~is_right).sum(-1) / (LINES - 1)
+        row = dict(m=m) | answers(model, tokenizer, m, LISTS)
+        row["gap"] = by_head(right.log() - others.log())
+        row["right"] = by_head(right)
+        row["crowd"] = by_head((A * is_crowd).sum(-1))
+        row["places"] = by_head((without * is_crowd).sum(-1))
+        with open(RUNS, "a", encoding="utf-8") as f:
+            f.write(json.dumps(row) + "\n")
+        print(f"crowd of {m} -> {RUNS}", flush=True)
 
 
 def read_lines(file):
@@ -178,9 +187,11 @@ def law_table(rows):
     for m in CROWDS[1:]:
         wins = np.greater(rows[m]["crowd"], rows[m]["right"])
         below = np.exp(gap) < m
+        places = np.greater(rows[m]["places"], rows[0]["right"])
         lines.append({
             "crowd": m, "e^gap below it, %": f"{100 * below.mean():.0f}",
             "crowd wins there, %": interval(wins, below), "elsewhere, %": interval(wins, ~below),
+            "these places outweigh the right one without a crowd, %": interval(places, below),
             "weight of a line of the crowd, of another = 1": f"{line_weight(rows[m], m):.2f}",
         })
     return markdown(lines)
