@@ -5,7 +5,7 @@ Does a pretrained model want a minus? SmolLM2-135M is tuned with one, and as lon
     python -m lab.hf from smollm2 out/smollm2
     python -m lab.pretrained tune      # the runs that are missing, the first block first: hours
 
-Two processes may tune at once, each with OMP_NUM_THREADS=1. A kill loses at most 40 steps of a run.
+Two processes may tune at once, each with OMP_NUM_THREADS=1. A kill loses at most 20 steps of a run.
 lab/results/pretrained.md has the question, and what was predicted.
 """
 import fcntl
@@ -30,10 +30,10 @@ from train import BETAS, permutation
 OUT = Path("out/pretrained")
 RUNS = RESULTS / "pretrained.jsonl"  # a run a line
 T = 512  # tokens of a sequence. A step reads one of each text
-STEPS = 120
-WARMUP = 12
+STEPS = 80
+WARMUP = 8
 LISTS = range(100)  # with a crowd, and without
-SAVE_EVERY = 40  # steps
+SAVE_EVERY = 20  # steps
 
 # ---- the arms. Each starts as the model: lambda is 0
 
