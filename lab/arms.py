@@ -16,6 +16,7 @@ import sys
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 import sample
 import train
@@ -166,6 +167,32 @@ class DiffV2SmallerPlus(DiffV2Plus):
         return super().attend(q, k, v, x, rope, state) * (1 + self.lam(x))
 
 
+class DiffV2FreeSign(DiffV2):
+    """A_1 - lambda A_2, where lambda = tanh(w . x) starts at 0 and may be a plus."""
+
+    def __init__(self, config, depth):
+        super().__init__(config, depth)
+        del self.lambda_proj  # a GPT would draw it
+        self.lambda_w = nn.Parameter(torch.zeros(self.h, config.n_embd))
+
+    def lam(self, x):
+        return upcast(F.linear(x, self.lambda_w)).tanh().mT[..., None]  # (B, h, T, 1)
+
+
+class GatedAverage(SoftmaxAverage):
+    """A - sigmoid(w . x) U: diff_v2 with the average in place of its second map.
+
+    Its rows have the sums of diff_v2's, and A the same share of them.
+    """
+
+    def __init__(self, config, depth):
+        super().__init__(config, depth)
+        del self.lambda_average
+        self.lambda_proj = nn.Linear(config.n_embd, self.h, bias=False)
+
+    lam = DiffV2.lam
+
+
 class Gate(Softmax):
     """A_ij sigmoid(w . x_i): one map, whose rows have a learned sum.
 
@@ -217,6 +244,8 @@ ARMS = {
     "diff_v2_free_plus": DiffV2FreePlus,
     "diff_v2_plus": DiffV2Plus,
     "diff_v2_smaller_plus": DiffV2SmallerPlus,
+    "diff_v2_free_sign": DiffV2FreeSign,
+    "gated_average": GatedAverage,
     "gate": Gate,
     "two_gates": TwoGates,
 }

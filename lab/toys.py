@@ -50,6 +50,8 @@ ROWS = {  # what an arm is called on the pages, and its settings
     "diff_v2 with a smaller plus": dict(attn="diff_v2_smaller_plus"),
     "diff_v2 with rows that sum to 1": dict(attn="diff_v2_minus"),
     "diff_v2 with a plus and rows that sum to 1": dict(attn="diff_v2_plus"),
+    "diff_v2 with λ of free sign": dict(attn="diff_v2_free_sign"),
+    "softmax minus a gated average": dict(attn="gated_average"),
     "two gated maps": dict(attn="two_gates"),
     "linear": dict(attn="linear"),
     "linear with half the heads and a norm": dict(attn="linear", n_head=2, subln=1.0),
@@ -61,7 +63,7 @@ ROWS = {  # what an arm is called on the pages, and its settings
     "diff_linear with decay": dict(attn="diff_linear_decay"),
 }
 SIZES = {"0.8 M": {}, "2.7 M": dict(n_layer=6, n_head=6, n_embd=192)}
-EVAL_TOKENS = {"manual": 65_536, "stdlib": 262_144, "addresses": 262_144}  # by text
+EVAL_TOKENS = {"manual": 65_536, "stdlib": 262_144, "library": 262_144, "addresses": 262_144}  # by text
 # what the pages call a start as a GPT draws it. In fact it is 0.051 with 128 channels, and 0.042
 # with 192
 AS_DRAWN = 0.05
@@ -103,7 +105,7 @@ class Cell:
 
     row: str
     head: str  # "own": the output layer has weights of its own. "tied": those of the embedding
-    text: str = "manual"  # or "stdlib", or "addresses"
+    text: str = "manual"  # or "library", "stdlib", "addresses"
     steps: int = 500
     size: str = "0.8 M"  # or "2.7 M" parameters
 
@@ -139,20 +141,41 @@ def together(row, head, size, device):
 
 @lru_cache
 def text_of(name):
-    """(train, val) as bytes: Python's manual, or the .py files of its standard library."""
+    """(train, val) as bytes: Python's manual, or the .py files of its standard library.
+
+    "library" leaves out encodings/, which are tables. The older runs on "stdlib" had the head of an
+    alphabet for val, which was to a fifth such tables, and 40 % of it stood in train, too.
+    """
     if name == "manual":
         return load_manual()
-    if name != "stdlib":
+    if name != "library":
         raise ValueError(f"{name} is not trained here")
-    file = OUT / "stdlib.npz"
+    file = OUT / "library.npz"
     if not file.exists():
         folder = Path(sysconfig.get_path("stdlib"))
-        paths = [p for p in folder.rglob("*.py") if "site-packages" not in p.parts]
+        paths = [p for p in folder.rglob("*.py")
+                 if "site-packages" not in p.parts and "encodings" not in p.parts]
         texts = [path.read_bytes() for path in sorted(paths)]
-        np.savez_compressed(file, train=byte_tokens([t for i, t in enumerate(texts) if i % 20]),
-                            val=byte_tokens(texts[::20]))
+        train = [text for i, text in enumerate(texts) if i % 20]
+        val = byte_tokens(without_lines_of(train, texts[::20]))
+        np.savez_compressed(file, train=byte_tokens(train), val=spread(val, EVAL_TOKENS[name]))
     with np.load(file) as arrays:
         return arrays["train"], arrays["val"]
+
+
+def without_lines_of(train, val):
+    """The texts of val without the lines of 32 bytes or more that train has, too."""
+    seen = set(b"\n".join(train).split(b"\n"))
+    lines_of = (text.split(b"\n") for text in val)
+    return [b"\n".join(line for line in lines if len(line) < 32 or line not in seen)
+            for lines in lines_of]
+
+
+def spread(tokens, n, piece=4096):
+    """About n tokens, in pieces that are spread evenly over all of them."""
+    pieces = tokens[: len(tokens) // piece * piece].reshape(-1, piece)
+    chosen = np.linspace(0, len(pieces) - 1, n // piece + 1).astype(int)
+    return pieces[chosen].flatten()
 
 
 @lru_cache
@@ -248,14 +271,15 @@ class Runs:
     def best_rate(self, std, rates=RATES, seeds=CHOOSE_ON):
         """The rate with the least mean loss. The grid grows until it lies inside."""
         rates = sorted(rates)
+        factor = rates[1] / rates[0]
         while True:
             self.make("rate", [(std, rate, seed) for rate in rates for seed in seeds])
             mean = {rate: fmean(self.losses[std, rate, seed] for seed in seeds) for rate in rates}
             best = min(mean, key=mean.get)
             if best == rates[0]:
-                rates = [best / 2, *rates]
+                rates = [best / factor, *rates]
             elif best == rates[-1]:
-                rates = [*rates, best * 2]
+                rates = [*rates, best * factor]
             else:
                 return best
 

@@ -26,7 +26,11 @@ from lab.toys import (
 
 STDS = (1.0, AS_DRAWN)
 BETWEEN = (*AT_EACH_RATE, "diff without its second map")  # at a std of 0.2, too
-LONGER = (*BETWEEN, "diff with λ_init 0.8, without its second map")  # at more steps
+LIBRARY = ("softmax", "diff", "diff without its second map")  # on another text
+CONTROLS = ("softmax minus a gated average", "diff_v2 with λ of free sign",
+            "softmax with a norm and the factor 0.2", "softmax", "diff_v2")  # of diff_v2, tied
+CONTROLS_UNTIED = ("diff_v2", "softmax minus a gated average",
+                   "softmax with a norm and the factor 0.2")
 V2 = ("softmax", "gate", "diff_v2", "diff_v2 with a plus", "diff_v2 with a smaller plus",
       "two gated maps")
 START = (  # with an output layer of their own
@@ -47,6 +51,7 @@ TEXT = (  # with tied embeddings
     "diff_linear with decay",
 )
 CHOOSE_V2_ON = tuple(range(48, 56))
+FINE = tuple(2e-3 * 2 ** (i / 2) for i in range(-1, 4))  # in factors of 2 a coin decides
 MIDDLE = RATES[1:4]  # to begin with: the grid grows if the best one is at its edge
 
 
@@ -77,17 +82,20 @@ def pieces():
             train_cell, Cell(row, "tied"), [AS_DRAWN], MIDDLE, CHOOSE_V2_ON, FORTY)
     for row in AT_EACH_RATE:
         found[f"rates: {row}"] = partial(train_at_each_rate, Cell(row, "own"))
-    for row in LONGER:
-        found[f"length: {row}"] = partial(
-            train_cell, Cell(row, "own", "stdlib", 2000), STDS, RATES, CHOOSE_ON, TWELVE)
     for row in ("softmax", "diff_v2"):
         for steps in (500, 2000):
-            found[f"lead: {row}, {steps} steps"] = partial(
-                train_cell, Cell(row, "tied", "stdlib", steps), [AS_DRAWN], RATES[1:5],
+            found[f"library: {row}, {steps} steps"] = partial(
+                train_cell, Cell(row, "tied", "library", steps), [AS_DRAWN], RATES[1:4],
                 CHOOSE_ON, TWELVE)
-        found[f"lead: {row}, 8000 steps"] = partial(
-            train_cell, Cell(row, "tied", "stdlib", 8000), [AS_DRAWN], RATES[1:5],
-            CHOOSE_ON[:1], THREE_SEEDS)
+    for row in LIBRARY:
+        found[f"library: {row}, std 1"] = partial(
+            train_cell, Cell(row, "own", "library", 2000), [1.0], RATES[1:4], CHOOSE_ON, TWELVE)
+    for row in CONTROLS:
+        found[f"controls: {row}"] = partial(
+            train_cell, Cell(row, "tied"), [AS_DRAWN], FINE, CHOOSE_V2_ON, FORTY)
+    for row in CONTROLS_UNTIED:
+        found[f"controls: {row}, std 0.2"] = partial(
+            train_cell, Cell(row, "own"), [0.2], FINE, CHOOSE_ON, TWENTY)
     for row in AT_EACH_RATE:
         found[f"size: {row}"] = partial(
             train_cell, Cell(row, "own", size="2.7 M"), STDS, RATES, CHOOSE_ON, TWELVE)
@@ -99,7 +107,7 @@ def pieces():
 
 def main(argv=None):
     p = stats.parser("lab.train_toys", __doc__)
-    p.add_argument("--pieces", help="pieces to train, of start, v2, rates, length, lead, size "
+    p.add_argument("--pieces", help="pieces to train, of start, v2, rates, library, controls, size "
                    "and text, or one row of a piece, like 'start; v2: diff_v2' (all)")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
                    help="on a CPU models are trained one by one")
