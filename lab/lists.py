@@ -9,6 +9,7 @@ place exceeds that of a wrong one: of the right place less the log of the mean e
 Then m wrong places together have less weight than the right one as long as m < e^gap.
 
     python -m lab.lists run       # the gaps of SmolLM2, and what its crowds do: some ten minutes
+    python -m lab.lists keep      # what a line's weight becomes if others repeat its word
     python -m lab.lists tables    # what was found, from lab/results/gaps.jsonl
 """
 import json
@@ -27,6 +28,7 @@ from model import softmax_map
 
 RUNS = RESULTS / "gaps.jsonl"  # a line for each crowd
 LINES = 32  # of a list
+KEEP_LISTS = range(20, 120)
 LISTS = range(20, 220)  # the first 20 were looked at before the predictions
 CROWDS = (0, 4, 8, 16, 24)
 AT_ONCE = 10  # lists that are read together
@@ -152,6 +154,32 @@ def read_lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+def keep():
+    """Writes what weight each kind of line keeps beside a crowd of 16, of that without a crowd.
+
+    The kinds are the crowd's first line, its second one, its later ones, the other wrong ones, and
+    the right one. By list, summed over the heads: [with the crowd, without it].
+    """
+    file, model = load_checkpoint(Path("out/smollm2"))
+    tokenizer = load_tokenizer(file, model)
+    without = measure(model, tokenizer, 0, KEEP_LISTS)[0]
+    row = dict(kept=kept(without, *measure(model, tokenizer, 16, KEEP_LISTS)))
+    with open(RUNS, "a", encoding="utf-8") as f:
+        f.write(json.dumps(row) + "\n")
+
+
+def kept(without, A, is_right, is_crowd):
+    rank = is_crowd.cumsum(-1) * is_crowd  # 1 at the crowd's first line, 0 elsewhere
+    kinds = {"the crowd's first line": rank == 1, "its second line": rank == 2,
+             "its later lines": rank > 2, "other wrong lines": ~is_crowd & ~is_right,
+             "the right line": is_right}
+    found = {}
+    for name, where in kinds.items():
+        sums = torch.stack([(weight * where).sum((1, 2)) for weight in (A, without)], dim=-1)
+        found[name] = [[round(x, 4) for x in pair] for pair in sums.tolist()]
+    return found
+
+
 # ---- what was found
 
 def border(shares):
@@ -213,6 +241,20 @@ def interval(wins, where):
     return f"{100 * wins[where].mean():.0f} ({low:.0f} to {high:.0f})"
 
 
+def kept_table(kept):
+    """What each kind of line keeps, with an interval by a bootstrap over lists."""
+    lines = []
+    for name, sums in kept.items():
+        sums = np.array(sums)  # (lists, 2)
+        chosen = np.random.default_rng(0).integers(len(sums), size=(2000, len(sums)))
+        total = sums[chosen].sum(1)
+        low, high = np.percentile(total[:, 0] / total[:, 1], [2.5, 97.5])
+        mean = sums[:, 0].sum() / sums[:, 1].sum()
+        weight = f"{mean:.2f} ({low:.2f} to {high:.2f})"
+        lines.append({"line": name, "weight, without a crowd = 1": weight})
+    return markdown(lines)
+
+
 def answer_table(rows):
     """What the whole model says."""
     lines = []
@@ -225,12 +267,14 @@ def answer_table(rows):
 
 
 def tables():
-    rows = {row["m"]: row for row in read_lines(RUNS)}
-    print(head_table(rows), law_table(rows), answer_table(rows), sep="\n\n")
+    found = read_lines(RUNS)
+    rows = {row["m"]: row for row in found if "m" in row}
+    print(head_table(rows), law_table(rows), answer_table(rows), sep="\n\n", end="\n\n")
+    print(*[kept_table(row["kept"]) for row in found if "kept" in row])
 
 
 def main(argv=None):
-    run_verb("lab.lists", __doc__, argv, run=run, tables=tables)
+    run_verb("lab.lists", __doc__, argv, run=run, keep=keep, tables=tables)
 
 
 if __name__ == "__main__":
