@@ -304,7 +304,7 @@ def is_mine(lock):
 # ---- what came
 
 CONTRASTS = [("minus", "gated"), ("minus", "softmax"), ("gated", "softmax"), ("average", "softmax"),
-             ("plus", "softmax")]
+             ("plus", "softmax"), ("scaled", "softmax"), ("gated", "scaled"), ("average", "gated")]
 
 
 def paired(a, b):
@@ -322,20 +322,21 @@ def losses_of(run, texts=("manual", "addresses")):
 
 
 def loss_table(runs):
-    """Differences of arms, a line for each block and contrast. runs: {cell: its run}"""
-    lines = []
+    """Differences of arms on one order, a line for each. runs: {cell: its run}"""
+    pairs = []
     for *block, _ in dict.fromkeys((*cell[:3], None) for cell in runs if cell[0] > 0):
-        for pair in CONTRASTS:
-            a, b = (runs.get((*block, arm)) for arm in pair)
-            if a is None or b is None:
-                continue
-            line = {"difference": " − ".join(pair), "order": block[0],
-                    "rates": f"{block[1]:g}, {block[2]:g}"}
-            line["both texts"] = plus_minus(*paired(losses_of(a), losses_of(b)), digits=4)
-            for text in losses_of(a):
-                less = paired(losses_of(a, [text]), losses_of(b, [text]))
-                line[text] = plus_minus(*less, digits=4)
-            lines.append(line)
+        pairs += [[(*block, arm) for arm in pair] for pair in CONTRASTS]
+        pairs.append([(*block, "softmax"), (block[0], 5e-5, 1e-2, "softmax")])  # its own rate
+    lines = []
+    for a, b in pairs:
+        if a == b or a not in runs or b not in runs:
+            continue
+        names = [cell[3] if cell[:3] == a[:3] else f"{cell[3]} at {cell[1]:g}" for cell in (a, b)]
+        line = {"difference": " − ".join(names), "order": a[0], "rates": f"{a[1]:g}, {a[2]:g}"}
+        for texts in (("manual", "addresses"), ("manual",), ("addresses",)):
+            less = paired(losses_of(runs[a], texts), losses_of(runs[b], texts))
+            line[" and ".join(texts)] = plus_minus(*less, digits=4)
+        lines.append(line)
     return markdown(lines)
 
 
