@@ -22,22 +22,27 @@ from sample import newest_checkpoint
 LONGEST = 64  # tokens. In a map of more the labels can't be read
 
 
+def layers(model, idx):
+    """(attention, x, rope) of each layer for the tokens idx (B, T). x: what the attention reads."""
+    x = model.wte(idx)
+    rope = make_rope(model.config, idx.shape[1], idx.device, x.dtype)
+    for block in model.blocks:
+        yield block.attn, block.norm1(x), rope
+        x = block(x, rope)
+
+
 @torch.no_grad()
 def attention_maps(model, idx):
     """[(map, lambda)] of the layers for the tokens idx (B, T). A map is (h, T, T), of idx[0].
 
     lambda is its mean over heads and tokens, and None where a layer has none.
     """
-    x = model.wte(idx)
-    rope = make_rope(model.config, idx.shape[1], idx.device, x.dtype)
     found = []
-    for block in model.blocks:
-        h = block.norm1(x)
+    for attn, x, _ in layers(model, idx):
         lam = None
-        if hasattr(block.attn, "lam"):
-            lam = torch.as_tensor(block.attn.lam(h)).float().mean().item()
-        found.append((block.attn.map(h)[0], lam))
-        x = block(x, rope)
+        if hasattr(attn, "lam"):
+            lam = torch.as_tensor(attn.lam(x)).float().mean().item()
+        found.append((attn.map(x)[0], lam))
     return found
 
 

@@ -134,7 +134,9 @@ def test_the_planned_runs_are_the_published_ones(monkeypatch):
         return published.get(run, math.inf)
 
     monkeypatch.setattr(toys, "train_one", look_up)
-    toys.main(["--device=cpu"])
+    groups = {name.partition(":")[0] for name in toys.pieces()}
+    published_groups = [name for name in groups if not name.startswith(("library", "controls"))]
+    toys.main(["--device=cpu", f"--only={';'.join(published_groups)}"])
     unplanned = Counter((cell.row, lr) for cell, _, lr, _ in reported - planned)
     assert unplanned == {("diff_v2", 2e-3): 40}  # of text.json. Those of toys.json have 4e-3
     missing = Counter((cell.row, std) for cell, std, _, _ in planned - published.keys())
