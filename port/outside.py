@@ -181,13 +181,16 @@ def as_it_trains(theirs, x, given, tolerance):
         z, again = run(x), run(x)
         if z is None:
             return {"unclear as it trains": f"There it fails: {theirs.problems[-1]}."}
-        if torch.equal(z, again) and torch.equal(state, torch.get_rng_state()):
-            return {"switch": "train()"} if apart(z, y).max() > tolerance else {}
+        is_random = not torch.equal(z, again) or not torch.equal(state, torch.get_rng_state())
+        if not is_random and apart(z, y).max() <= tolerance:
+            return {}
         if torch.equal(run_seeded(x), run_seeded(x)) and theirs.causal:
             leak = sees_the_future(run_seeded, x, tolerance)
             if leak:
                 return {"sees the future": f"As it trains. {leak}"}
-        return {"unclear as it trains": "Something random runs there that is no dropout."}
+        if is_random:
+            return {"unclear as it trains": "Something random runs there that is no dropout."}
+        return {"switch": "train()"}
     finally:
         theirs.layer.eval()
 
