@@ -198,8 +198,9 @@ def plan():
         for block in ((1, 5e-5, 1e-2), (2, 5e-5, 1e-2), (1, 1e-4, 3e-2), (2, 1e-4, 3e-2))
     ]
     before = (0, 0.0, 0.0, "softmax")  # the model as it is
-    # a higher rate of softmax comes early, since rates were not tuned
-    return [*first[:5], before, other_rates[0], first[5], *other_order, *other_rates[1:], *both]
+    # the higher rates come early: softmax is better there, and no rate was tuned
+    early = [other_rates[0], first[5], other_rates[1], other_rates[2]]
+    return [*first[:5], before, *early, *other_order, *other_rates[3:], *both]
 
 
 def tune(model, texts, cell, folder):
