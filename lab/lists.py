@@ -216,8 +216,8 @@ def law_table(rows):
         lines.append({
             "crowd": m, "e^gap below it, %": f"{100 * below.mean():.0f}",
             "crowd wins there, %": interval(wins, below), "elsewhere, %": interval(wins, ~below),
-            "these places outweigh the right one without a crowd, %": interval(places, below),
-            "weight of a line of the crowd, of another = 1": f"{line_weight(rows[m], m):.2f}",
+            "its places win there if their words differ, %": interval(places, below),
+            "a line of it weighs, another one = 1": f"{line_weight(rows[m], m):.2f}",
         })
     return markdown(lines)
 
@@ -263,9 +263,13 @@ def answer_table(rows):
     return markdown(lines)
 
 
+def rows_by_crowd():
+    return {row["m"]: row for row in read_runs(RUNS) if "m" in row}
+
+
 def tables():
     found = read_runs(RUNS)
-    rows = {row["m"]: row for row in found if "m" in row}
+    rows = rows_by_crowd()
     print(head_table(rows), law_table(rows), answer_table(rows), sep="\n\n", end="\n\n")
     print(*[kept_table(row["kept"]) for row in found if "kept" in row])
 

@@ -7,7 +7,7 @@ Does a pretrained model want a minus? SmolLM2-135M is tuned with one, and as lon
     python -m lab.pretrained tables    # what the runs say
 
 Two processes may tune at once, each with OMP_NUM_THREADS=1. A kill loses at most 20 steps of a run.
-lab/results/pretrained.md has the question, and what was predicted.
+lab/findings.md has what came. The plan and what was predicted: lab/results/pretrained.md at a91d2ba.
 """
 import fcntl
 import math
@@ -198,8 +198,9 @@ def plan():
         for block in ((1, 5e-5, 1e-2), (2, 5e-5, 1e-2), (1, 1e-4, 3e-2), (2, 1e-4, 3e-2))
     ]
     before = (0, 0.0, 0.0, "softmax")  # the model as it is
-    # a higher rate of softmax comes early, since rates were not tuned
-    return [*first[:5], before, other_rates[0], first[5], *other_order, *other_rates[1:], *both]
+    # the higher rates come early: softmax is better there, and no rate was tuned
+    early = [other_rates[0], first[5], other_rates[1], other_rates[2]]
+    return [*first[:5], before, *early, *other_order, *other_rates[3:], *both]
 
 
 def tune(model, texts, cell, folder):
@@ -387,9 +388,13 @@ def lambda_table(runs):
     return markdown(lines)
 
 
-def tables():
+def runs_by_cell():
     names = ("order", "rate", "lambda_rate", "arm")
-    runs = {tuple(run[name] for name in names): run for run in read_runs(RUNS)}
+    return {tuple(run[name] for name in names): run for run in read_runs(RUNS)}
+
+
+def tables():
+    runs = runs_by_cell()
     for table in (run_table, loss_table, lambda_table, list_table):
         if len(runs) > 1:
             print(table(runs), end="\n\n")

@@ -17,6 +17,7 @@ from statistics import fmean, median
 
 import numpy as np
 
+from lab import lists, pretrained
 from lab.lookup import CAPS, NAMES
 from lab.pairs import MORE_PAIRS, SIZES
 from lab.stats import RESULTS, difference, markdown, one_line, parser, plus_minus, read_runs
@@ -308,7 +309,10 @@ def published():
     runs = []
     for name in ("toys", "text", "lookup"):
         runs += read_runs(RESULTS / f"{name}.json")
-    return tables_of(runs) | {"speed": with_minus(markdown(speed()))}
+    tables = tables_of(runs) | {"speed": with_minus(markdown(speed()))}
+    tables["pretrained"] = with_minus(pretrained.loss_table(pretrained.runs_by_cell()))
+    tables["lists"] = lists.law_table(lists.rows_by_crowd())
+    return tables
 
 
 def renew(text, tables):
