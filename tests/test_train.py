@@ -14,13 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 import bench
 import sample
 import train
 from data import get_tokenizer, hash_of, load_data
-from model import ATTENTION, GPT, Attention, softmax_map
+from model import ATTENTION, GPT
 
 TOP = Path(__file__).parent.parent
 TOY = """--preset=toy --device=cpu --n_layer=1 --n_embd=32 --n_head=2 --block_size=32 --batch_size=4
