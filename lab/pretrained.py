@@ -7,6 +7,7 @@ Does a pretrained model want a minus? SmolLM2-135M is tuned with one, and as lon
     python -m lab.pretrained tables    # what the runs say
 
 Two processes may tune at once, each with OMP_NUM_THREADS=1. A kill loses at most 20 steps of a run.
+To repeat a published run, delete its line of lab/results/pretrained.jsonl first.
 lab/findings.md has what came. The plan and what was predicted: lab/results/pretrained.md at a91d2ba.
 """
 import fcntl
@@ -266,6 +267,7 @@ def tune_all():
     """All runs of the plan. What another process has begun is left to it."""
     model, tokenizer = load_smollm2()
     texts = sequences(tokenizer)
+    RUNS.touch()  # somebody may have deleted it, to repeat all runs
     for cell in plan():
         order, rate, lambda_rate, arm = cell
         about = dict(order=order, rate=rate, lambda_rate=lambda_rate, arm=arm)
