@@ -40,5 +40,5 @@ def use_module(name):
     except ModuleNotFoundError as e:
         if not f"{name}.".startswith(f"{e.name}."):
             raise  # the module is there, and imports something that is not
-        raise Refused(f"--use={name}: Python finds no module of this name (myarm is myarm.py beside "
-                      "model.py)") from e
+        raise Refused(f"--use={name}: Python finds no module of this name (myarm is myarm.py "
+                      "beside model.py)") from e

@@ -9,6 +9,7 @@ trains it and draws it. Then
     tables.py    the tables of both pages, from the runs of both
     stats.py     what all of them share: intervals, files of runs, figures
 
-losses.py and maps.py read runs of train.py, and hf.py is a bridge to transformers. The lab imports
+lists.py and pretrained.py look into a pretrained model, and tune it with a minus. losses.py and
+maps.py read runs of train.py, and hf.py is a bridge to transformers. The lab imports
 the programs above it, and they don't import the lab.
 """

@@ -1,7 +1,8 @@
 """
 The toys: small models of a text, many of them, and which of them are trained.
 
-    python -m lab.toys                  # all runs, below out/toys: twenty minutes of an H200
+    python -m lab.toys                  # all runs, below out/toys: those of findings.md took
+                                        # twenty minutes of an H200
     python -m lab.toys --only="start"   # some of them. --help names all pieces
     python -m lab.tables out/toys       # what they say
 

@@ -46,7 +46,8 @@ def test_the_newest_checkpoint_has_a_picture():
 def test_titles_are_free():
     """None of them lies on a panel, or outside of the figure."""
     model = GPT(GPTConfig("softmax", n_layer=4, n_head=4, n_embd=32, vocab_size=257))
-    figure = maps.draw(maps.attention_maps(model, torch.arange(18)[None]), list("to be or not to be"))
+    found = maps.attention_maps(model, torch.arange(18)[None])
+    figure = maps.draw(found, list("to be or not to be"))
     figure.savefig("maps.png")
     panels = [ax.get_tightbbox() for ax in figure.axes[:-1]]
     for i, one in enumerate(panels):
