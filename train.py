@@ -232,8 +232,9 @@ def train(config, head, data, val, tokenizer):
         record = dict(step=step, tokens=step * config.total_batch, train_loss=loss.item(),
                       grad_norm=grad_norm.item(), lr=learning_rate(step - 1, config))
         if compiled is model or last > first:  # a compiled model compiles before its first line
-            seconds = time.perf_counter() - clock
-            record |= speed(config, size, step, (step - last) * config.total_batch / seconds)
+            tok_per_s = (step - last) * config.total_batch / (time.perf_counter() - clock)
+            minutes_left = (config.steps - step) * config.total_batch / tok_per_s / 60
+            record |= dict(tok_per_s=round(tok_per_s), minutes_left=round(minutes_left, 1))
         if evaluate_now:
             record["val_loss"] = evaluate(compiled, val, config)
             record |= look_at(model, val, tokenizer, config)
@@ -251,17 +252,6 @@ def train(config, head, data, val, tokenizer):
         print(" | ".join(f"{name} {x}" for name, x in shown.items()), flush=True)
         last, clock = step, time.perf_counter()
     return log[-1]["val_loss"]
-
-
-def speed(config, size, step, tok_per_s):
-    """What a log says of the clock."""
-    minutes_left = (config.steps - step) * config.total_batch / tok_per_s / 60
-    found = dict(tok_per_s=round(tok_per_s), minutes_left=round(minutes_left, 1))
-    if config.device.startswith("cuda") and torch.cuda.get_device_capability()[0] == 9:
-        # forward and backward as PaLM counts them (2204.02311, B), as if each were softmax
-        flops = 6 * size + 12 * config.n_layer * config.n_embd * config.block_size
-        found["mfu"] = tok_per_s * flops / (WORLD * 989e12)  # of an H100's peak in bf16
-    return found
 
 
 def write_log(config, log):
