@@ -84,8 +84,7 @@ def look_at_one(theirs, x, given):
     if any(apart(run(x), y).max() > 1e-5 for _ in range(5)):
         return {"random": ""}, 1e-5
     tolerance = tolerance_of(run, x)
-    dead = {name for name in without_gradient(theirs, x, given, 0)
-            if name in without_gradient(theirs, x, given, 1)}
+    dead = dead_weights(theirs, x, given)
     norms = {name for name in dead if theirs.roles[name] == "norm"}
     weights, _ = theirs.draw()
     with_dropout = theirs.run(weights, x, given, dropout=True)
@@ -183,7 +182,8 @@ def as_it_trains(theirs, x, given, tolerance):
             return {"unclear as it trains": f"There it fails: {theirs.problems[-1]}."}
         is_random = not torch.equal(z, again) or not torch.equal(state, torch.get_rng_state())
         if not is_random and apart(z, y).max() <= tolerance:
-            return {}
+            dead = {n for n in dead_weights(theirs, x, given) if theirs.roles[n] != "norm"}
+            return {"dead weights": f"As it trains: {in_short(dead)}"} if dead else {}
         if torch.equal(run_seeded(x), run_seeded(x)) and theirs.causal:
             leak = sees_the_future(run_seeded, x, tolerance)
             if leak:
@@ -247,6 +247,12 @@ def gradients(theirs, weights, x, given, slope):
     except RuntimeError as problem:  # a step in place, for one
         raise NoVerdict(f"it can't be trained, as its gradient fails: {problem}") from problem
     return dict(zip(weights, found))
+
+
+def dead_weights(theirs, x, given):
+    """Names of the weights of which some row has no effect in either of two draws."""
+    first, second = [without_gradient(theirs, x, given, number) for number in (0, 1)]
+    return set(first) & set(second)
 
 
 def without_gradient(theirs, x, given, number):

@@ -429,3 +429,19 @@ class LargeLambdas(Right):
         super().__init__()
         for name in VECTORS:
             nn.init.constant_(getattr(self, name), 1.0 if name.endswith("1") else 0.5)
+
+
+class LambdaForEachHead(Right):
+    """And biases, and another eps: none of these is looked at, as each verdict says."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.out_proj = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.subln = nn.RMSNorm(16, eps=1e-3)
+        for name in VECTORS:
+            self.register_parameter(name, nn.Parameter(torch.randn(4, 8) / 10))
+
+    def lam(self):
+        first = (self.lambda_q1 * self.lambda_k1).sum(-1).exp()
+        second = (self.lambda_q2 * self.lambda_k2).sum(-1).exp()
+        return (first - second)[:, None, None] + self.lambda_init

@@ -18,6 +18,7 @@ RIGHT = [
     right.MaskedAfterwards, right.Buffers, right.ComplexTable, right.Version2,
     lambda: right.Version2(1), lambda: right.Version2(2), right.HalfPrecision, right.Autocast,
     right.SecondNorm, right.WideSecondNorm, right.Talkative, right.ZeroLambdas, right.LargeLambdas,
+    right.LambdaForEachHead,
 ]
 WRONG = [  # all causes
     (wrong.GroupNormOverTime, "BROKEN", "norm over time, mean subtracted"),
@@ -65,6 +66,7 @@ FROM_OUTSIDE = [
     (wrong.EvalDiffers, "switch"), (wrong.FlashDiffers, "switch"),
     (wrong.ScoresOverflow, "overflow"), (wrong.SameMapTwice, "dead weights"),
     (wrong.SameMapTwiceTransposed, "dead weights"), (wrong.LambdaIsANumber, "dead weights"),
+    (wrong.DetachedAsItTrains, "dead weights"),
 ]
 
 

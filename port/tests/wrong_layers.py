@@ -245,6 +245,11 @@ class LambdaIsANumber(Right):
         return INIT
 
 
+class DetachedAsItTrains(Right):
+    def lam(self):
+        return super().lam().detach() if self.training else super().lam()
+
+
 class LambdaOfAScalar(Right):
     def __init__(self):
         super().__init__()
