@@ -10,11 +10,12 @@ from model import Block, Refused
 
 @torch.no_grad()
 def check_arm(config):
-    """Refuses the attention of this config if a token sees later tokens, or other texts of its
-    batch, or if attend is not make_map times V.
+    """Refuses the attention of this config if it finds a token that sees later ones, or other texts
+    of its batch, or an attend that is not make_map times V.
 
     It looks at a first and a last layer, in eval mode and as they train, on the CPU, in float64,
-    with 300 tokens at most, and not at gradients. The layers are copies, whose parameters get some
+    with 300 tokens at most, and not at gradients. The text is cut behind its first token, and
+    before its last and its last two. The layers are copies, whose parameters get some
     noise: a gate that starts at 0 would hide an error.
     """
     attn = config.attn
@@ -30,9 +31,9 @@ def check_arm(config):
         y = layer(x)
         if not y.isfinite().all():
             raise Refused(f"{attn} makes numbers that are not finite{mode}")
-        # a leak within a chunk is invisible if the text is cut where a chunk ends. So it is cut
-        # twice, at lengths without a common divisor
-        for n in (T // 2, T - 1):
+        # a leak within a chunk is invisible if the text is cut where a chunk ends. The two last
+        # cuts are neighbours, so no chunk ends at both
+        for n in (1, T - 2, T - 1):
             later = torch.cat((x[:, :n], torch.randn_like(x[:, n:])), dim=1)
             compare(layer, later, y[:, :n], f"{attn} sees later tokens{mode}")
             if not layer.training:  # a dropout would drop something else in a shorter text

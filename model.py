@@ -75,8 +75,8 @@ def linear_map(q, k, rope):
     """A_ij = R_i phi(q_i) . R_j phi(k_j) / z_i for j <= i, else 0. (B, H, T, T)
 
     phi makes all features positive. z_i is the sum of phi(q_i) . phi(k_j) over j <= i, without the
-    rotation, so it is positive, too (RoFormer, arXiv 2104.09864, Section 3.3). But then a row need
-    not sum to 1: in a new small model it sums to about 1/2, and a few weights are slightly negative.
+    rotation, so z_i > 0 (RoFormer, arXiv 2104.09864, Section 3.3). But then a row need
+    not sum to 1: in a new small model it sums to about 1/2, and a few weights are slightly below 0.
     """
     q, k = phi(q), phi(k)
     z = upcast(q @ k.mT).tril().sum(-1, keepdim=True) + 1e-12  # (B, H, T, 1), never 0
@@ -291,11 +291,7 @@ def softmax_attention(q, k, v, rope, kernel="sdpa"):
         q = F.pad(q, (0, v.shape[-1] - q.shape[-1]))
         k = F.pad(k, (0, v.shape[-1] - k.shape[-1]))
     if kernel == "flash_attn":
-        try:
-            from flash_attn import flash_attn_func
-        except ImportError as e:
-            raise ImportError("--kernel=flash_attn needs the package: pip install flash-attn "
-                              "--no-build-isolation") from e
+        from flash_attn import flash_attn_func
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, T, H, d_v)
         return flash_attn_func(q, k, v, softmax_scale=scale, causal=True).transpose(1, 2)
     if q.device.type == "mps":  # Apple's GPUs have a kernel of their own
@@ -310,9 +306,9 @@ def softmax_attention(q, k, v, rope, kernel="sdpa"):
 class OneLayout(torch.autograd.Function):
     """y itself, but its gradient always lies in memory in the order (B, T, H, d_v).
 
-    cuDNN plans a backward pass for one such order, and PyTorch 2.11 uses the plan for other orders,
-    too. Then the gradients of q, k and v are completely wrong, without any warning (measured on an
-    H200; pytorch #191576).
+    cuDNN plans a backward pass for one such order, and PyTorch uses the plan for other orders, too.
+    Then the gradients of q, k and v are completely wrong, without any warning (measured on an H200
+    with PyTorch 2.11; not yet looked at with 2.13; pytorch #191576).
     """
 
     @staticmethod

@@ -6,7 +6,7 @@ $ python prepare_fineweb.py --tokens=3e9 --no-ready   # as text, which it tokeni
 $ python prepare_fineweb.py --source=books --out=data/books --val_tokens=1e6
 
 A source is a file, or a folder of files. A .txt is one document. A .jsonl or .parquet has a column
-"text". Each may be packed, as .gz or .zst. What is interrupted starts over.
+"text". Each may be packed, as .gz or .zst. An interrupted run starts over.
 """
 import glob
 import os

@@ -46,7 +46,7 @@ HAS_BF16 = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >
 
 @dataclass
 class Config(GPTConfig):
-    """The settings of a run and its model: those of gpt2. Without --preset a run is toy."""
+    """The settings of a run and its model: gpt2's. A command line without --preset has toy's."""
 
     attn: str = "softmax"  # softmax, diff, diff_v2, linear, diff_linear, or a list: softmax,diff
     vocab_size: tyro.conf.Suppress[int] = 50257  # the tokenizer's
@@ -221,7 +221,7 @@ def train(config, head, data, val, tokenizer):
     trained = DistributedDataParallel(compiled) if WORLD > 1 else compiled
     print(f"{config.attn}: {size:,} parameters, from step {step} -> {config.out}")
 
-    first = last = step  # last: that of the last line of the log
+    first = last = step  # last: the step that was logged last
     clock = time.perf_counter()
     while step < config.steps:  # all processes come to the same numbers, and decide alike
         loss, grad_norm = training_step(trained, optimizer, data, config, step)
@@ -231,7 +231,7 @@ def train(config, head, data, val, tokenizer):
             continue  # to look at the loss we have to wait for the GPU
         record = dict(step=step, tokens=step * config.total_batch, train_loss=loss.item(),
                       grad_norm=grad_norm.item(), lr=learning_rate(step - 1, config))
-        if compiled is model or last > first:  # a compiled model compiles before its first line
+        if compiled is model or last > first:  # the first line's time would include compiling
             tok_per_s = (step - last) * config.total_batch / (time.perf_counter() - clock)
             minutes_left = (config.steps - step) * config.total_batch / tok_per_s / 60
             record |= dict(tok_per_s=round(tok_per_s), minutes_left=round(minutes_left, 1))
@@ -362,8 +362,8 @@ def main(argv=None):
     try:
         losses = [train(config, head, data, val, tokenizer) for config, head in zip(configs, heads)]
     except KeyboardInterrupt:
-        sys.exit("\nstopped: the same command, without --restart, goes on from the last checkpoint, "
-                 "if there is one")
+        sys.exit("\nstopped: the same command, without --restart, goes on from the last "
+                 "checkpoint, if there is one")
     if WORLD > 1:
         dist.destroy_process_group()
     for config, loss in zip(configs, losses):
