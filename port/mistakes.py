@@ -14,7 +14,7 @@ docstring, which says what the port does, and then what the paper does.
 import inspect
 import math
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,8 @@ class Mistake:
     name: str
     kind: str
     text: str
-    steps: dict = field(default_factory=dict)  # {step of the paper: what stands in its place}
+    step: str = ""  # of the paper, in whose place stands
+    yours: object = None
     leaks: bool = False  # tokens see the future
     sharp: bool = False  # it does not show where all maps are flat
     by_lambda: bool = False  # how much it shows where maps are flat depends on lambda
@@ -40,11 +41,11 @@ class Mistake:
 
     def code(self):
         """The paper's step and this one, as text. "" if nothing stands in place of a step."""
-        if not self.steps:
+        if not self.step:
             return ""
-        (step, yours), = self.steps.items()
-        papers = getattr(paper.steps_of(self.version or 1, causal=True), step)
-        return f"the paper:\n{body(step, papers)}\nyours is like:\n{body(step, yours)}"
+        papers = getattr(paper.steps_of(self.version or 1, causal=True), self.step)
+        return (f"the paper:\n{body(self.step, papers)}\n"
+                f"yours is like:\n{body(self.step, self.yours)}")
 
 
 def body(step, what):
@@ -64,7 +65,7 @@ def instead_of(step, name, kind=DIFFERS, **flags):
     """A decorator that lists a function as a mistake."""
     def add(function):
         text = " ".join(function.__doc__.split())
-        BY_TRYING.append(Mistake(name, kind, text, {step: function}, **flags))
+        BY_TRYING.append(Mistake(name, kind, text, step, function, **flags))
         return function
     return add
 
@@ -194,6 +195,12 @@ def values_in_halves(y, n, s):
     return s.split(y.unflatten(-1, (2, n, -1)).transpose(-3, -2).flatten(-3), n, 1)
 
 
+@instead_of("values", "values apart", version=1)
+def values_apart(y, n, s):
+    """Each map has values of its own. In the paper the two maps of a head share one value."""
+    return s.split(y, n, 2)
+
+
 # ---- share: keys and values, each for the heads that share it, by repeat_interleave
 
 @instead_of("share", "groups tiled", SAME, grouped=True)
@@ -300,14 +307,14 @@ def gain_from_zero(weight):
 ONE = "In the paper it is over the channels of one token and one head."
 BY_TRYING += [
     Mistake("no norm", DIFFERS, "The heads' outputs have no norm. In the paper each has an RMSNorm "
-            "over its 2d channels.", dict(over=()), version=1),
+            "over its 2d channels.", "over", (), version=1),
     Mistake("norm in version 2", DIFFERS, "The heads' outputs have a norm. In version 2 they have "
-            "none.", dict(over=(-1,)), version=2),
+            "none.", "over", (-1,), version=2),
     Mistake("norm over all heads", DIFFERS, f"The norm is over all heads of a token. {ONE}",
-            dict(over=(1, 3))),
+            "over", (1, 3)),
 ] + [
     Mistake("norm over time", DIFFERS, "The norm pools over time, as nn.GroupNorm on (B, C, T) "
-            f"does, so it leaks. {ONE}", dict(over=over), leaks=True)
+            f"does, so it leaks. {ONE}", "over", over, leaks=True)
     for over in ((2, 3), (1, 2, 3), (2,))
 ]
 

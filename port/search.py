@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import torch
 
 from port import outside, paper
-from port.mistakes import BY_TRYING, CHOICE, DIFFERS, SAME, no_turn
+from port.mistakes import BY_TRYING, CHOICE, DIFFERS, SAME, no_turn, values_apart
 from port.reading import calls_of, text
 from port.roles import VECTORS
 from port.theirs import DRAWS
@@ -46,6 +46,8 @@ def ours(parts, h, version):
     w.kv = max(1, len(w.k) // w.d // w.key_maps)
     w.d_v = len(w.v) // w.kv
     w.o = torch.cat(parts["o"], 1) if parts["o"] else torch.eye(h * w.d_v).double()
+    if version == 1 and 2 * w.o.shape[1] == h * w.d_v:  # each map has values of its own
+        w.d_v //= 2
     w.gate = torch.cat(parts["gate"]) if parts["gate"] else None
     w.scale = math.sqrt(w.d)
     norms = [part.flatten() for part in parts["norm"]]
@@ -81,7 +83,7 @@ class Draw:
 
     def error_where_flat(self, mistakes, s):
         """Of the draw with W_q = 0. Maps are kept: many mistakes come after them."""
-        key = tuple(m for m in mistakes if m.steps.keys() & paper.BEFORE_MAPS.keys())
+        key = tuple(m for m in mistakes if m.step in paper.BEFORE_MAPS)
         try:
             if key not in self.maps:
                 self.maps[key] = paper.maps_of(self.x, self.w, s)
@@ -136,7 +138,10 @@ class Try:
         self.flat = Draw(theirs, reading, x, given, order, 0, flat=True)
         self.first = Draw(theirs, reading, x, given, order, 0)
         self.second = Draw(theirs, reading, x, given, order, 1)
-        self.flat.difference(self.flat.w, paper.steps_of(reading.version, reading.causal))
+        w, others = self.flat.w, {}
+        if len(w.v) > w.kv * w.d_v:
+            others = dict(values=values_apart)
+        self.flat.difference(w, paper.steps_of(reading.version, reading.causal, **others))
 
 
 @dataclass(frozen=True)
@@ -201,14 +206,13 @@ class Search:
         is_grouped = any(one.flat.w.kv < one.flat.w.h for one in self.tries)
         lists = defaultdict(list)  # {step: mistakes}
         for mistake in BY_TRYING:
-            (step,) = mistake.steps
             if (
                 mistake.sharp == sharp and mistake.version in (0, self.reading.version)
                 and (self.leaks or not mistake.leaks or not self.reading.causal)
-                and (self.reading.causal or step != "maps")
+                and (self.reading.causal or mistake.step != "maps")
                 and (is_grouped or not mistake.grouped)
             ):
-                lists[step].append(mistake)
+                lists[mistake.step].append(mistake)
         for wrong_ones in range(most + 1):
             found = choose(list(lists.values()), wrong_ones)
             yield from sorted(filter(is_sensible, found), key=cost_of)
@@ -219,7 +223,7 @@ class Search:
 
     def changed(self, mistakes):
         """The paper's steps with mistakes, or None where two of them want one step."""
-        changes = {step: what for m in mistakes for step, what in m.steps.items()}
+        changes = {m.step: m.yours for m in mistakes}
         if len(changes) < len(mistakes):
             return None
         return SimpleNamespace(**self.steps | changes)
@@ -272,7 +276,7 @@ def cost_of(mistakes):
 
 def is_sensible(mistakes):
     """Where there is no norm, it does not matter how it is done."""
-    changes = {step: what for m in mistakes for step, what in m.steps.items()}
+    changes = {m.step: m.yours for m in mistakes}
     return changes.get("over") != () or not changes.keys() & {"rms", "gain"}
 
 

@@ -61,7 +61,11 @@ def diagnose(layer=None, n_head=None, depth=None, version=None, causal=True, nam
     theirs = theirs.read_as(roles=theirs.roles | unused)
     tried = search.Search(theirs, readings, seen)
     if not tried.tries:
-        raise NoVerdict(what_does_not_fit(theirs, readings[0]))
+        problem = what_does_not_fit(theirs, readings[0])
+        if not any(mistake.kind == BROKEN for mistake, _ in findings):
+            raise NoVerdict(problem)
+        return Verdict(findings, False, [*how_it_was_read(theirs, readings[0], seen),
+                                         f"It is not compared with the paper's layer: {problem}"])
     found = tried.run()
     reading, last_line = readings[0], tried.why_not()
     if not any(role.startswith(("lambda", "gate")) for role in theirs.roles.values()):

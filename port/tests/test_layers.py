@@ -18,7 +18,7 @@ RIGHT = [
     right.MaskedAfterwards, right.Buffers, right.ComplexTable, right.Version2,
     lambda: right.Version2(1), lambda: right.Version2(2), right.HalfPrecision, right.Autocast,
     right.SecondNorm, right.WideSecondNorm, right.Talkative, right.ZeroLambdas, right.LargeLambdas,
-    right.LambdaForEachHead,
+    right.LambdaForEachHead, right.GroupsTiled,
 ]
 WRONG = [  # all causes
     (wrong.GroupNormOverTime, "BROKEN", "norm over time, mean subtracted"),
@@ -32,6 +32,10 @@ WRONG = [  # all causes
     (wrong.SoftmaxTwice, "DIFFERS", "softmax twice"),
     (wrong.MaskBetweenTwoSoftmaxes, "BROKEN", "mask between two softmaxes"),
     (wrong.ValuesTiled, "DIFFERS", "values tiled"),
+    (wrong.ValuesApart, "DIFFERS", "values apart, value width"),
+    (wrong.ValuesApartNoMask, "BROKEN", "values apart, value width, no mask"),
+    (wrong.NarrowValues, "CHOICE", "value width"),
+    (wrong.NormInVersion2, "DIFFERS", "norm in version 2, no norm weight"),
     (wrong.MapsReadAsTokens, "BROKEN", "maps read as tokens"),
     (wrong.HeadsNotTransposed, "BROKEN", "heads not transposed"),
     (wrong.MergeNotTransposed, "BROKEN", "merge not transposed"),
@@ -66,7 +70,8 @@ FROM_OUTSIDE = [
     (wrong.EvalDiffers, "switch"), (wrong.FlashDiffers, "switch"),
     (wrong.ScoresOverflow, "overflow"), (wrong.SameMapTwice, "dead weights"),
     (wrong.SameMapTwiceTransposed, "dead weights"), (wrong.LambdaIsANumber, "dead weights"),
-    (wrong.DetachedAsItTrains, "dead weights"),
+    (wrong.DetachedAsItTrains, "dead weights"), (wrong.Noisy, "random"),
+    (wrong.SizesOfNoOther, "sees the future"),
 ]
 
 
@@ -79,6 +84,16 @@ def head_of(kind):
 def test_a_right_layer_is_the_same_though_nothing_but_its_depth_is_said(kind):
     verdict = diagnose(kind(), depth=3)
     assert verdict.kind == "SAME" and verdict.explained
+
+
+@pytest.mark.parametrize("kind, name", [
+    (right.HalfPrecision, "rounding"), (right.ZeroLambdas, "start from zeros"),
+    (right.AllTransposed, "weights transposed"), (right.GroupsTiled, "groups tiled"),
+    (right.SecondNorm, "unused norm"),
+])
+def test_what_is_said_beside_the_verdict(kind, name):
+    names = diagnose(kind(), depth=3).names
+    assert name in names["NOTE"] + names["SAME"]
 
 
 @pytest.mark.parametrize("kind, verdict, causes", WRONG)

@@ -1,4 +1,4 @@
-"""Layers with a slip or two, as people write them. They share no code with port/wrong.py."""
+"""Layers with a slip or two, as people write them. They share no code with port/mistakes.py."""
 import math
 
 import torch
@@ -114,6 +114,46 @@ class MapsReadAsTokens(Right):
         B, _, T, d = m.shape
         m = m.reshape(B, 4, T, 2, d)
         return m.transpose(2, 3).flatten(1, 2)
+
+
+class ValuesApart(Right):
+    """As an agent writes it: heads as usual, for values, too, which are subtracted in pairs."""
+
+    def __init__(self):
+        super().__init__()
+        self.out_proj = nn.Linear(32, 64, bias=False)
+        self.subln = nn.RMSNorm(8, eps=1e-5)
+
+    def subtract(self, A, v):
+        v = v.unflatten(-1, (2, 8)).transpose(2, 3).flatten(1, 2)  # (B, 8, T, 8)
+        y = A @ v
+        return y[:, 0::2] - self.lam() * y[:, 1::2]
+
+
+class ValuesApartNoMask(ValuesApart):
+    def mask(self, scores):
+        return scores
+
+
+class SizesOfNoOther(ValuesApartNoMask):
+    """Half of its output is left away, so its weights have the sizes of no layer on the list."""
+
+    def __init__(self):
+        super().__init__()
+        self.out_proj = nn.Linear(16, 64, bias=False)
+
+    def merge(self, y):
+        return super().merge(y)[..., ::2]
+
+
+class NarrowValues(Right):
+    """Values are d wide."""
+
+    def __init__(self):
+        super().__init__()
+        self.v_proj = nn.Linear(64, 32, bias=False)
+        self.out_proj = nn.Linear(32, 64, bias=False)
+        self.subln = nn.RMSNorm(8, eps=1e-5)
 
 
 class HeadsNotTransposed(Right):
@@ -367,6 +407,11 @@ class TimeFirst(Right):
         return super().forward(x.transpose(0, 1)).transpose(0, 1)
 
 
+class Noisy(Right):
+    def merge(self, y):
+        return super().merge(y) + 0.1 * torch.randn(64)
+
+
 class DropoutAlwaysOn(Right):
     def merge(self, y):
         return F.dropout(super().merge(y), 0.1)
@@ -384,6 +429,11 @@ class EvalDiffers(Right):
     def merge(self, y):
         y = super().merge(y)
         return y if self.training else 2 * y
+
+
+class NormInVersion2(Version2):
+    def subtract(self, y, lam):
+        return F.rms_norm(super().subtract(y, lam), (16,), eps=1e-5)
 
 
 class GateWithoutSigmoid(Version2):
