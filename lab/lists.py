@@ -8,11 +8,10 @@ m, m wrong lines share one word. The gap of a head is by how much the logit of t
 place exceeds that of a wrong one: of the right place less the log of the mean exp of the others.
 Then m wrong places together have less weight than the right one as long as m < e^gap.
 
-    python -m lab.lists run       # the gaps of SmolLM2, and what its crowds do: some ten minutes
-    python -m lab.lists keep      # what a line's weight becomes if others repeat its word
-    python -m lab.lists tables    # what was found, from lab/results/gaps.jsonl
+    python -m lab.lists run       # out/lists.jsonl: the gaps of SmolLM2, and what its crowds do
+    python -m lab.lists keep      # and what a line's weight becomes if others repeat its word
+    python -m lab.lists tables    # what the published ones say, or a file that is named behind
 """
-import math
 import random
 import re
 from pathlib import Path
@@ -25,7 +24,8 @@ from lab.stats import RESULTS, add_run, markdown, one_line, parser, read_runs
 from model import GPT, softmax_map
 from sample import newest_checkpoint
 
-RUNS = RESULTS / "gaps.jsonl"  # a line for each crowd
+RUNS = RESULTS / "gaps.jsonl"  # the published ones, a line for each crowd
+OUT = Path("out/lists.jsonl")
 LINES = 32  # of a list
 KEEP_LISTS = range(20, 120)
 LISTS = range(20, 220)  # the first 20 were looked at before the predictions
@@ -129,7 +129,7 @@ def by_head(x):
 
 
 def run():
-    """Writes a line for each crowd: by list what the model says, and by head and list
+    """Begins OUT with a line for each crowd: by list what the model says, and by head and list
 
         gap      the gap
         right    the weight of the right word's place
@@ -137,7 +137,7 @@ def run():
         places   the weight that these places have in the list without a crowd
     """
     model, tokenizer = load_smollm2()
-    RUNS.unlink(missing_ok=True)
+    OUT.unlink(missing_ok=True)
     for m in CROWDS:
         A, is_right, is_crowd = measure(model, tokenizer, m, LISTS)
         if m == 0:
@@ -149,12 +149,12 @@ def run():
         row["right"] = by_head(right)
         row["crowd"] = by_head((A * is_crowd).sum(-1))
         row["places"] = by_head((without * is_crowd).sum(-1))
-        add_run(RUNS, row)
-        print(f"crowd of {m} -> {RUNS}", flush=True)
+        add_run(OUT, row)
+        print(f"crowd of {m} -> {OUT}", flush=True)
 
 
 def keep():
-    """Writes what weight each kind of line keeps beside a crowd of 16, of that without a crowd.
+    """Adds to OUT what each kind of line keeps of its weight beside a crowd of 16.
 
     The kinds are the crowd's first line, its second one, its later ones, the other wrong ones, and
     the right one. By list, summed over the heads: [with the crowd, without it].
@@ -162,7 +162,7 @@ def keep():
     model, tokenizer = load_smollm2()
     without = measure(model, tokenizer, 0, KEEP_LISTS)[0]
     row = dict(kept=kept(without, *measure(model, tokenizer, 16, KEEP_LISTS)))
-    add_run(RUNS, row)
+    add_run(OUT, row)
 
 
 def kept(without, A, is_right, is_crowd):
@@ -178,32 +178,6 @@ def kept(without, A, is_right, is_crowd):
 
 
 # ---- what was found
-
-def border(shares):
-    """The crowd beside which half of the lists are lost, on a line between two sizes, or inf."""
-    points = [(0, 0.0), *shares.items()]
-    for (m, share), (next_m, next_share) in zip(points, points[1:]):
-        if next_share >= 0.5:
-            return m + (0.5 - share) / (next_share - share) * (next_m - m)
-    return math.inf
-
-
-def head_table(rows):
-    """A line for each head: e^gap without a crowd, and where a crowd has more than the right."""
-    lines = []
-    for i, place in enumerate(LOOK_UP):
-        gap = np.median(rows[0]["gap"][i])
-        line = {"layer, head": place, "e^gap": f"{math.exp(gap):.1f}"}
-        right = np.mean(rows[0]["right"][i])
-        line["weight of the right word"] = f"{right:.2f}"
-        shares = {}
-        for m in CROWDS[1:]:
-            shares[m] = np.mean(np.greater(rows[m]["crowd"][i], rows[m]["right"][i]))
-            line[f"crowd of {m} wins, %"] = f"{100 * shares[m]:.0f}"
-        line["border"] = f"{border(shares):.1f}"
-        lines.append(line)
-    return markdown(lines)
-
 
 def law_table(rows):
     """Of all pairs of head and list: how often the crowd wins, where e^gap is below m, and not."""
@@ -263,22 +237,25 @@ def answer_table(rows):
     return markdown(lines)
 
 
-def rows_by_crowd():
-    return {row["m"]: row for row in read_runs(RUNS) if "m" in row}
+def rows_by_crowd(file=RUNS):
+    return {row["m"]: row for row in read_runs(file) if "m" in row}
 
 
-def tables():
-    found = read_runs(RUNS)
-    rows = rows_by_crowd()
-    print(head_table(rows), law_table(rows), answer_table(rows), sep="\n\n", end="\n\n")
-    print(*[kept_table(row["kept"]) for row in found if "kept" in row])
+def tables(file):
+    rows = rows_by_crowd(file)
+    print(law_table(rows), answer_table(rows), sep="\n\n", end="\n\n")
+    print(*[kept_table(row["kept"]) for row in read_runs(file) if "kept" in row])
 
 
 def main(argv=None):
     p = parser("lab.lists", __doc__)
-    verbs = dict(run=run, keep=keep, tables=tables)
-    p.add_argument("verb", choices=verbs)
-    verbs[p.parse_args(argv).verb]()
+    p.add_argument("verb", choices=("run", "keep", "tables"))
+    p.add_argument("file", nargs="?", default=RUNS, help="for tables")
+    args = p.parse_args(argv)
+    if args.verb == "tables":
+        tables(args.file)
+    else:
+        dict(run=run, keep=keep)[args.verb]()
 
 
 if __name__ == "__main__":

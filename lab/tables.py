@@ -15,13 +15,11 @@ from dataclasses import fields
 from pathlib import Path
 from statistics import fmean, median
 
-import numpy as np
-
 from lab import lists, pretrained
 from lab.lookup import CAPS, NAMES
-from lab.pairs import MORE_PAIRS, SIZES
+from lab.pairs import SIZES
 from lab.stats import RESULTS, difference, markdown, one_line, parser, plus_minus, read_runs
-from lab.toys import AS_DRAWN, FEW, FORTY, TWELVE, Cell
+from lab.toys import AS_DRAWN, FEW, FORTY, Cell
 from model import Refused
 
 PAGES = (Path(__file__).with_name("findings.md"), Path(__file__).with_name("README.md"))
@@ -33,31 +31,31 @@ PLACES = {
     "untied, std 0.05": dict(head="own", std=AS_DRAWN),
     "untied, std 0.2": dict(head="own", std=0.2),
     "untied, std 1": dict(head="own", std=1.0),
-    "2,000 steps, std 0.05": dict(head="own", text="stdlib", steps=2000, std=AS_DRAWN),
-    "2,000 steps, std 1": dict(head="own", text="stdlib", steps=2000, std=1.0),
-    "2.7 M, std 0.05": dict(head="own", size="2.7 M", std=AS_DRAWN),
-    "2.7 M, std 1": dict(head="own", size="2.7 M", std=1.0),
+    "2.7 M, untied, std 0.05": dict(head="own", size="2.7 M", std=AS_DRAWN),
+    "2.7 M, untied, std 1": dict(head="own", size="2.7 M", std=1.0),
+    "as many steps": dict(head="tied", std=AS_DRAWN),
+    "as many FLOPs": dict(head="tied", std=AS_DRAWN, base_steps=570),
+    "as much time": dict(head="tied", std=AS_DRAWN, base_steps=645),
 }
 TIED = ("val loss",)
 STARTS = ("tied, std 0.05", "untied, std 0.05", "untied, std 0.2", "untied, std 1")
-LONGER = ("2,000 steps, std 0.05", "2,000 steps, std 1", "2.7 M, std 0.05", "2.7 M, std 1")
+ALL_STARTS = (*STARTS, "2.7 M, untied, std 0.05", "2.7 M, untied, std 1")
+PRICE = ("as many steps", "as many FLOPs", "as much time")  # 500, and 1.14 and 1.29 times that
 
 DIFFERENCES = [  # table, row, the row that it is compared to, columns, and seeds if not all
-    ("start", "diff", "softmax", STARTS, None),
-    ("start", "softmax with a norm", "softmax", STARTS, None),
+    ("start", "diff", "softmax", ALL_STARTS, None),
+    ("start", "softmax with a norm", "softmax", ALL_STARTS, None),
     ("start", "diff with λ_init 0.8", "softmax", STARTS, None),
     ("start", "diff", "diff without its second map", STARTS, None),
     ("start", "diff without its norm", "softmax with half the heads", STARTS, None),
-    ("longer", "diff", "softmax", LONGER, TWELVE),
-    ("longer", "softmax with a norm", "softmax", LONGER, TWELVE),
-    ("longer", "diff", "diff without its second map", LONGER[:2], TWELVE),
     ("sign", "diff_v2", "softmax", TIED, FORTY),
     ("sign", "diff_v2 with a plus", "softmax", TIED, FORTY),
     ("sign", "diff_v2", "diff_v2 with a smaller plus", TIED, FORTY),
     ("sign", "diff_v2", "two gated maps", TIED, FORTY),
+    ("sign", "diff_v2", "softmax minus a gated average", TIED, FORTY),
+    ("sign", "softmax minus a gated average", "softmax", TIED, FORTY),
     ("sign", "gate", "softmax", TIED, FORTY),
-    ("sign", "softmax minus the average", "softmax", TIED, FEW),
-    ("sign", "diff_v2", "softmax minus the average", TIED, FEW),
+    ("price", "diff_v2", "softmax", PRICE, FORTY),
     ("linear", "linear", "softmax", TIED, FEW),
     ("linear", "linear with decay", "linear", TIED, FEW),
     ("linear", "linear with one head of span 4", "linear", TIED, FEW),
@@ -65,9 +63,6 @@ DIFFERENCES = [  # table, row, the row that it is compared to, columns, and seed
     ("linear", "linear with half the heads and a norm", "linear", TIED, FEW),
     ("linear", "diff_linear", "linear with half the heads and a norm", TIED, FEW),
 ]
-LEAD_STEPS = (500, 2000, 8000)
-FLOPS, TIME = 1.14, 1.29  # of a step of diff_v2 beside softmax's: of the toy; of GPT-2 on an H200
-SPREAD = ("softmax", "softmax with a norm", "diff", "diff without its second map")
 
 
 # ---- runs of toys
@@ -95,24 +90,22 @@ class Results:
         for place, runs in self.groups.get((Cell(row, **where), std), {}).items():
             for run in runs:
                 if run["purpose"] == "reported" and (seeds is None or run["seed"] in seeds):
-                    found.setdefault(place, {})[run["seed"]] = run["val_loss"]
+                    losses = found.setdefault(place, {})
+                    if losses.setdefault(run["seed"], run["val_loss"]) != run["val_loss"]:
+                        raise Refused(f"{row} has two reported rates on seed {run['seed']}")
         return found
 
-    def pair(self, row, base, **where):
-        """The losses of two rows at one place, that with most seeds of both. None if no place has.
+    def pair(self, row, base, base_steps=500, **where):
+        """The losses of two rows at one place, that with most seeds of both, or None.
 
-        Of seeds that only one of them has, the losses count only if they share none.
+        Seeds of one of them alone count, too: the test is not paired.
         """
-        a, b = self.at(row, **where), self.at(base, **where)
+        a, b = self.at(row, **where), self.at(base, steps=base_steps, **where)
         places = [place for place in a if place in b]
         if not places:
             return None
-        shared = {place: a[place].keys() & b[place].keys() for place in places}
-        place = max(places, key=lambda place: len(shared[place]))
-        losses = []
-        for of_row in (a[place], b[place]):
-            losses.append([of_row[seed] for seed in sorted(shared[place] or of_row)])
-        return losses
+        place = max(places, key=lambda place: min(len(a[place]), len(b[place])))
+        return list(a[place].values()), list(b[place].values())
 
 
 def differences(results):
@@ -144,58 +137,12 @@ def with_n(pair, of):
     return f"{text} ({min(map(len, pair))})"
 
 
-def lead(results):
-    """diff_v2 less softmax at equal steps, FLOPs and time, and what its lead is worth in steps.
-
-    The loss of softmax after other steps is that of a parabola in log steps.
-    """
-    pairs = {}
-    for steps in LEAD_STEPS:
-        where = dict(head="tied", text="stdlib", steps=steps, std=AS_DRAWN)
-        pairs[steps] = results.pair("diff_v2", "softmax", **where)
-    if None in pairs.values():
-        return []
-    losses = [fmean(softmax) for _, softmax in pairs.values()]
-    a, b, c = np.polyfit(np.log(LEAD_STEPS), losses, 2)
-
-    def steps_with(loss):  # of the two solutions, that on the side where the loss falls
-        return math.exp((-b - math.sqrt(b * b - 4 * a * (c - loss))) / (2 * a))
-
-    rows = []
-    for steps, (v2, softmax) in pairs.items():
-        mean, half = difference(v2, softmax)
-        line = {"steps": f"{steps:,}", "equal steps": plus_minus(mean, half)}
-        for name, ratio in (("equal FLOPs", FLOPS), ("equal time", TIME)):
-            x = math.log(ratio * steps)
-            line[name] = plus_minus(fmean(v2) - (a * x * x + b * x + c), half)
-        more = [100 * (steps_with(fmean(softmax) + ahead) / steps - 1)
-                for ahead in (mean, mean + half, mean - half)]
-        line["softmax would need so many more steps, %"] = "{:.0f} ({:.0f} to {:.0f})".format(*more)
-        rows.append(line | {"n": len(v2)})
-    return rows
-
-
-def spread(results):
-    """The single losses after 2,000 steps at the small start, from the lowest to the highest."""
-    rows = []
-    for row in SPREAD:
-        where = PLACES["2,000 steps, std 0.05"]
-        for losses in results.at(row, **where, seeds=TWELVE).values():
-            if len(losses) == len(TWELVE):
-                in_order = " ".join(f"{loss:.3f}" for loss in sorted(losses.values()))
-                rows.append({"arm": row, "its twelve losses, in order": in_order})
-    return rows
-
-
 # ---- runs of the look-up
 
-def shares(runs, read, test, **settings):
-    """The % of right answers in a test, in each of the runs that have these settings.
-
-    read: with the run's "own" lambda, or with "1".
-    """
-    return [run[read][test][0] for run in runs
-            if settings.items() <= run.items() and test in run.get(read, {})]
+def shares(runs, test, **settings):
+    """The % of right answers in a test, in each of the runs that have these settings."""
+    return [run["own"][test][0] for run in runs
+            if settings.items() <= run.items() and test in run["own"]]
 
 
 def percent(found):
@@ -211,8 +158,8 @@ def crowds(runs):
     rows = []
     for row in (*NAMES.values(), "`diff_v2`"):
         line = {"right, %, beside a crowd of": row}
-        line |= {m: percent(shares(runs, "own", m, row=row)) for m in ("4", "8", "16", "48")}
-        rows.append(line | {"n": len(shares(runs, "own", "48", row=row))})
+        line |= {m: percent(shares(runs, m, row=row)) for m in ("4", "8", "16", "48")}
+        rows.append(line | {"n": len(shares(runs, "48", row=row))})
     return rows
 
 
@@ -234,28 +181,6 @@ def borders(runs):
         predicted[f"{tau:g}"] = f"{math.exp(tau):.1f}"
         found[f"{tau:g}"] = f"{min(of_runs):.1f} to {max(of_runs):.1f}" if of_runs else "–"
     return [predicted, found]
-
-
-def second_map(runs):
-    """Points of right answers by which the difference leads in longer texts, with lambda = 1.
-
-    The average is that of one map which was trained without a minus: it does better than one that
-    was trained with it.
-    """
-    rows = []
-    for more in MORE_PAIRS:
-        for crowds in ("", " in 16 crowds"):
-            line = {"the difference less the average": f"{more:,} more{crowds}"}
-            for tau in (*CAPS, None):
-                pair = [shares(runs, "1", f"+{more}{crowds}", row="lengths", arm=arm, tau=tau)
-                        for arm in ("diff", "softmax")]
-                column = f"bound {tau:g}" if tau else "no bound"
-                line[column] = "–"
-                if all(pair):
-                    mean, half = difference(*pair)
-                    line[column] = f"{round(mean):+d} ± {half:.0f}"
-            rows.append(line)
-    return rows
 
 
 def different(runs):
@@ -292,11 +217,10 @@ def speed():
 def tables_of(runs):
     """{name: table} of what the runs, of toys or of the look-up, suffice for."""
     results = Results([run for run in runs if "head" in run])
-    found = differences(results) | {"lead": lead(results), "spread": spread(results)}
+    found = differences(results)
     lookups = different(run for run in runs if "own" in run)
     if lookups:
-        found |= {"crowds": crowds(lookups), "borders": borders(lookups),
-                  "second_map": second_map(lookups)}
+        found |= {"crowds": crowds(lookups), "borders": borders(lookups)}
     return {name: with_minus(markdown(rows)) for name, rows in found.items() if rows}
 
 

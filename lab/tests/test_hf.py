@@ -24,7 +24,7 @@ TINY = dict(  # four heads of queries share one of keys
     tie_word_embeddings=True, rope_parameters=dict(rope_type="default", rope_theta=500.0),
 )
 ROOM = Path(lab.__file__).parent
-PROGRAMS = ("hf", "losses", "lookup", "maps", "tables", "toys")
+PROGRAMS = ("hf", "lists", "losses", "lookup", "maps", "pretrained", "tables", "toys")
 # what only lab/requirements.txt has, and what that brings
 MISSING = ("transformers", "tokenizers", "safetensors", "gguf", "accelerate", "lm_eval")
 

