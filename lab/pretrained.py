@@ -12,6 +12,7 @@ lab/findings.md has what came. The plan and the predictions: lab/results/pretrai
 import math
 import os
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -104,8 +105,7 @@ ATTENTION.update({f"pretrained_{name}": arm for name, arm in ARMS.items()})
 
 def give(model, arm):
     """A GPT of this arm that computes what `model`, a softmax, computes."""
-    config = type(model.config)(**vars(model.config) | dict(attn=f"pretrained_{arm}"))
-    tuned = GPT(config)
+    tuned = GPT(replace(model.config, attn=f"pretrained_{arm}"))
     weights = model.state_dict()
     for name, w in tuned.state_dict().items():  # writing into these changes the model
         if "lambda_" in name:
@@ -113,7 +113,7 @@ def give(model, arm):
         elif w.shape == weights[name].shape:
             w.copy_(weights[name])
         else:  # the queries of head n stand twice, as 2n and 2n + 1
-            heads = weights[name].unflatten(0, (config.n_head, -1))  # (h, d, C)
+            heads = weights[name].unflatten(0, (tuned.config.n_head, -1))  # (h, d, C)
             w.copy_(heads.repeat_interleave(2, dim=0).flatten(0, 1))
     return tuned
 

@@ -98,14 +98,16 @@ class Results:
     def pair(self, row, base, base_steps=500, **where):
         """The losses of two rows at one place, that with most seeds of both, or None.
 
-        Seeds of one of them alone count, too: the test is not paired.
+        Of seeds that only one of them has, the losses count only if they share none.
         """
         a, b = self.at(row, **where), self.at(base, steps=base_steps, **where)
-        places = [place for place in a if place in b]
-        if not places:
+        places = sorted((place for place in a if place in b), key=str)
+        shared = {place: a[place].keys() & b[place].keys() for place in places}
+        if not shared:
             return None
-        place = max(places, key=lambda place: min(len(a[place]), len(b[place])))
-        return list(a[place].values()), list(b[place].values())
+        place = max(shared, key=lambda place: len(shared[place]))  # of equals a CPU
+        return [[of_row[place][seed] for seed in sorted(shared[place] or of_row[place])]
+                for of_row in (a, b)]
 
 
 def differences(results):

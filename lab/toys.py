@@ -3,7 +3,7 @@ The toys: small models of a text, many of them, and which of them are trained.
 
     python -m lab.toys --only="start"   # some of the runs, below out/toys. --help names all pieces
     python -m lab.toys                  # all. Those of findings.md took twenty minutes of an H200.
-                                        # "controls" and "library" have not been run
+                                        # Pieces named "controls" or "library" have not been run
     python -m lab.tables out/toys       # what they say
 
 A toy is train.py's preset of that name, or somewhat larger. On a core 500 steps take three minutes,

@@ -39,7 +39,7 @@ def role_of(name, weight):
 def is_bias(name, words):
     """Where the name says bias, beta, b_q, ... But q_b.weight is a matrix, and lambda_b or b1 may
     be a vector of lambda's."""
-    if words[-1] == "bias":
+    if "bias" in words[-1:]:
         return True
     says_so = {"beta", "offset", "shift"} & set(words) or ("b" in words and set(words) != {"b"})
     return bool(says_so) and "lam" not in name and not name.endswith("weight")

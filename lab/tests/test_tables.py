@@ -34,11 +34,13 @@ def test_two_rows_are_compared_at_one_place():
     runs += [run_of("softmax", cpu, 1, "rate"), run_of("softmax", cpu, 3, shift=0.5)]
     runs += [run_of("softmax", other_text, seed) for seed in (3, 4)]
     where = dict(head="own", std=1.0)
-    assert tables.Results(runs).pair("diff", "softmax", **where) == ([3.5, 4.5], [3.5])
+    assert tables.Results(runs).pair("diff", "softmax", **where) == [[3.5], [3.5]]
     runs += [run_of("softmax", gpu, seed) for seed in (3, 4)]
-    assert tables.Results(runs).pair("diff", "softmax", **where) == ([3, 4, 9], [3, 4])
-    assert tables.Results(runs).pair("diff", "softmax", seeds=[4], **where) == ([4], [4])
+    assert tables.Results(runs).pair("diff", "softmax", **where) == [[3, 4], [3, 4]]
+    assert tables.Results(runs).pair("diff", "softmax", seeds=[4], **where) == [[4], [4]]
     assert tables.Results(runs).pair("diff", "diff_v2", **where) is None
+    apart = [run_of("diff", gpu, 3), run_of("softmax", gpu, 5)]  # if they share none, all count
+    assert tables.Results(apart).pair("diff", "softmax", **where) == [[3], [5]]
     with pytest.raises(Refused, match="diff has two reported rates on seed 9"):
         tables.Results([*runs, run_of("diff", gpu, 9, shift=0.1) | dict(lr=2e-3)]).at("diff", **where)
 

@@ -251,7 +251,7 @@ class Zero(Right):
         return super().forward(x) * 0
 
 
-@pytest.mark.parametrize("layer, kind, name", [
+@pytest.mark.parametrize("layer, kind, names", [
     (Dropouts(), "SAME", ""),
     (FlashAsItTrains(), "SAME", ""),
     (DropoutByPosition(), "SAME", ""),
@@ -281,12 +281,14 @@ class Zero(Right):
     (ShiftedInPlace(), "DIFFERS", "writes into x"),
     (SoftmaxWithoutMaximum(), "SAME", "large scores"),
     (MapsSwapped(), "SAME", "maps swapped"),
-    (Zero(), "BROKEN", "dead weights"),
+    (Zero(), "BROKEN", "no past, dead weights"),
 ], ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value))
-def test_the_verdict_is_right(layer, kind, name):
+def test_the_verdict_is_right(layer, kind, names):
     verdict = diagnose(layer, depth=3)
     assert verdict.kind == kind
-    assert not name or name in sum(verdict.names.values(), [])
+    found = {of_kind: verdict.names[of_kind] for of_kind in ("BROKEN", "DIFFERS", "CHOICE")}
+    beside = set(verdict.names["SAME"] + verdict.names["NOTE"])  # what is said of a right layer
+    assert set(sum(found.values(), [])) == {*names.split(", ")} - beside - {""}
 
 
 @pytest.mark.parametrize("layer", [DropsByHand(), DropPath(), FailsAsItTrains()])

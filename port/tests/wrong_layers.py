@@ -318,6 +318,12 @@ class UnknownWeights(Right):
         return super().norm(y) * self.thing + self.stuff
 
 
+class Greek(Right):
+    def __init__(self):
+        super().__init__()
+        self.γ = nn.Parameter(torch.ones(64))
+
+
 class WideOutput(Right):
     """out_proj has all heads twice."""
 
