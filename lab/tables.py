@@ -40,6 +40,7 @@ PLACES = {
 TIED = ("val loss",)
 STARTS = ("tied, std 0.05", "untied, std 0.05", "untied, std 0.2", "untied, std 1")
 ALL_STARTS = (*STARTS, "2.7 M, untied, std 0.05", "2.7 M, untied, std 1")
+UNTIED = ("untied, std 0.05", "untied, std 1")
 PRICE = ("as many steps", "as many FLOPs", "as much time")  # 500, and 1.14 and 1.29 times that
 
 DIFFERENCES = [  # table, row, the row that it is compared to, columns, and seeds if not all
@@ -55,6 +56,10 @@ DIFFERENCES = [  # table, row, the row that it is compared to, columns, and seed
     ("sign", "diff_v2", "softmax minus a gated average", TIED, FORTY),
     ("sign", "softmax minus a gated average", "softmax", TIED, FORTY),
     ("sign", "gate", "softmax", TIED, FORTY),
+    ("untied", "diff_v2", "softmax", UNTIED, None),
+    ("untied", "softmax minus a gated average", "softmax", UNTIED, None),
+    ("untied", "diff_v2", "softmax minus a gated average", UNTIED, None),
+    ("untied", "softmax with a norm and the factor 0.2", "softmax", UNTIED, None),
     ("price", "diff_v2", "softmax", PRICE, FORTY),
     ("linear", "linear", "softmax", TIED, FEW),
     ("linear", "linear with decay", "linear", TIED, FEW),
