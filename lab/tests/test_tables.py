@@ -42,7 +42,8 @@ def test_two_rows_are_compared_at_one_place():
     apart = [run_of("diff", gpu, 3), run_of("softmax", gpu, 5)]  # if they share none, all count
     assert tables.Results(apart).pair("diff", "softmax", **where) == [[3], [5]]
     with pytest.raises(Refused, match="diff has two reported rates on seed 9"):
-        tables.Results([*runs, run_of("diff", gpu, 9, shift=0.1) | dict(lr=2e-3)]).at("diff", **where)
+        other_rate = run_of("diff", gpu, 9, shift=0.1) | dict(lr=2e-3)
+        tables.Results([*runs, other_rate]).at("diff", **where)
 
 
 def test_a_copy_of_a_file_of_runs_is_not_new_seeds(capsys):

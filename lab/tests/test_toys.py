@@ -114,12 +114,13 @@ def test_a_piece_that_is_not_there_is_refused():
 
 
 def test_val_of_the_library_is_spread_and_has_no_long_line_of_train():
-    shared, own, short = b"a line that both of the texts have", b"a line that only val has in it", b"x"
+    shared, own = b"a line that both of the texts have", b"a line that only val has in it"
+    short = b"x"
     kept = toys.without_lines_of([shared + b"\n" + short], [b"\n".join((shared, own, short))])
     assert kept == [own + b"\n" + short]
     tokens = np.arange(100)
-    assert toys.spread(tokens, 30, piece=10).tolist() == [*range(10), *range(30, 40), *range(60, 70),
-                                                          *range(90, 100)]
+    spread = [*range(10), *range(30, 40), *range(60, 70), *range(90, 100)]
+    assert toys.spread(tokens, 30, piece=10).tolist() == spread
 
 
 # ---- the plan
