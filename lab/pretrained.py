@@ -326,10 +326,12 @@ def losses_of(run, texts=("manual", "addresses")):
     return {text: run[f"val_{text}"] for text in texts}
 
 
-def softmax_of(runs, order, rate, _lambda_rate):
-    """Its run, or None. It has no lambda, so no rate of one."""
-    found = [run for cell, run in runs.items() if (cell[:2], cell[3]) == ((order, rate), "softmax")]
-    return found[0] if found else None
+def softmax_of(runs, order, rate, _):
+    """The run of softmax, or None. It has no lambda, so it may stand under another rate of one."""
+    for cell, run in runs.items():
+        if cell[:2] == (order, rate) and cell[3] == "softmax":
+            return run
+    return None
 
 
 def loss_table(runs, texts=("manual", "addresses")):

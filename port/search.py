@@ -139,7 +139,7 @@ class Try:
         self.first = Draw(theirs, reading, x, given, order, 0)
         self.second = Draw(theirs, reading, x, given, order, 1)
         w, others = self.flat.w, {}
-        if len(w.v) > w.kv * w.d_v:
+        if len(w.v) > w.kv * w.d_v:  # the paper's step does not fit two values for each head
             others = dict(values=values_apart)
         self.flat.difference(w, paper.steps_of(reading.version, reading.causal, **others))
 
