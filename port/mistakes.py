@@ -40,9 +40,7 @@ class Mistake:
     grouped: bool = False  # it shows only where heads share keys
 
     def code(self):
-        """The paper's step and this one, as text. "" if nothing stands in place of a step."""
-        if not self.step:
-            return ""
+        """The paper's step and this one, as text."""
         papers = getattr(paper.steps_of(self.version or 1, causal=True), self.step)
         return (f"the paper:\n{body(self.step, papers)}\n"
                 f"yours is like:\n{body(self.step, self.yours)}")
@@ -120,40 +118,31 @@ def mask_on_first_map(scores):
 # ---- subtract: A V of the first map, less lambda times that of the second
 
 @instead_of("subtract", "softmax twice", by_lambda=True)
-def softmax_twice(A, scores, v, lam):
+def softmax_twice(A, scores, v, lam, s):
     """The difference goes through another softmax, which leaves no negative weight. In the paper
     the difference is the map."""
-    A = (A[:, :, 0] - lam * A[:, :, 1]).masked_fill(paper.is_later(scores), -math.inf)
-    return A.softmax(-1) @ v[:, :, 0]
-
-
-@instead_of("subtract", "softmax twice", leaks=True, by_lambda=True)
-def softmax_twice_without_mask(A, scores, v, lam):
-    """The difference goes through another softmax, which leaves no negative weight, and without a
-    mask leaks. In the paper the difference is the map."""
-    return (A[:, :, 0] - lam * A[:, :, 1]).softmax(-1) @ v[:, :, 0]
+    return s.maps(A[:, :, 0] - lam * A[:, :, 1]) @ v[:, :, 0]
 
 
 @instead_of("subtract", "mask between two softmaxes", leaks=True, by_lambda=True)
-def mask_between_two_softmaxes(A, scores, v, lam):
+def mask_between_two_softmaxes(A, scores, v, lam, s):
     """The first softmax has no mask, so it leaks. The mask comes after the subtraction, and then
     another softmax. In the paper both maps have the mask, and their difference is the map."""
-    return softmax_twice(scores.softmax(-1), scores, v, lam)
+    return softmax_twice(scores.softmax(-1), scores, v, lam, s)
 
 
 @instead_of("subtract", "one softmax")
-def one_softmax(A, scores, v, lam):
+def one_softmax(A, scores, v, lam, s):
     """Scores are subtracted, and one softmax follows. In the paper each map has its own softmax,
     and maps are subtracted."""
-    difference = scores[:, :, 0] - lam * scores[:, :, 1]
-    return difference.masked_fill(paper.is_later(scores), -math.inf).softmax(-1) @ v[:, :, 0]
+    return s.maps(scores[:, :, 0] - lam * scores[:, :, 1]) @ v[:, :, 0]
 
 
 @instead_of("subtract", "maps swapped", SAME, sharp=True)
-def maps_swapped(A, scores, v, lam):
+def maps_swapped(A, scores, v, lam, s):
     """The first of a head's maps is subtracted from the second one. In the paper's code the second
     is subtracted from the first."""
-    return paper.subtract(A.flip(2), scores, v, lam)
+    return paper.subtract(A.flip(2), scores, v, lam, s)
 
 
 # ---- lam. Version 1 fits a number. Version 2 has sigmoid(x W)

@@ -48,7 +48,7 @@ def read(theirs, n_head, version, depth):
             if calls:
                 return x, readings, calls
     if not is_shown:
-        raise NoVerdict("no weight shows how many maps there are: say n_head, two for a head")
+        raise NoVerdict("no weight of lambda's shows how many maps there are: say n_head, two for a head")
     raise NoVerdict(f"the layer does not run: {theirs.why_it_does_not_run()}")
 
 

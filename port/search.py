@@ -173,38 +173,28 @@ class Search:
 
     def run(self):
         """Found, or None."""
-        sharp = list(self.combinations(sharp=True, most=1))
-        waiting = []  # equal where maps are flat. Another theta is tried before two more mistakes
         for mistakes in self.combinations(sharp=False, most=5):
-            while waiting and cost_of(mistakes) > cost_of(waiting[0][0]) + COST[DIFFERS]:
-                found = self.with_another_theta(*waiting.pop(0))
-                if found:
-                    return found
             if self.is_late():
-                break
+                return None
             tries = [one for one in self.tries if self.is_equal_where_flat(one.flat, mistakes)]
-            for more in sharp if tries else ():
-                found = self.fit(mistakes + more, tries)
-                if found:
-                    return found
-            if tries:
-                waiting.append((mistakes, tries))
-        found = (self.with_another_theta(*one) for one in waiting)
-        return next(filter(None, found), None)
+            found = next(filter(None, self.where_sharp(mistakes, tries)), None) if tries else None
+            if found:
+                return found
 
-    def with_another_theta(self, mistakes, tries):
+    def where_sharp(self, mistakes, tries):
+        """Found or None for each way to go on, first with the paper's theta, then with others."""
+        for more in self.combinations(sharp=True, most=1):
+            yield self.fit(mistakes + more, tries)
         d = tries[0].flat.w.d
         for more in self.combinations(sharp=True, most=0):
             for share, theta in itertools.product(SHARES, THETAS):
-                found = self.fit(mistakes + more, tries, int(share * d), theta)
-                if found:
-                    return found
+                yield self.fit(mistakes + more, tries, int(share * d), theta)
 
     def combinations(self, sharp, most):
         """Tuples of mistakes, at most one for each step, the cheapest first. most: how many of them
         may be called DIFFERS."""
         is_grouped = any(one.flat.w.kv < one.flat.w.h for one in self.tries)
-        lists = defaultdict(list)  # {step: mistakes}
+        lists = defaultdict(lambda: [()])  # {step: nothing, or one of its mistakes}
         for mistake in BY_TRYING:
             if (
                 mistake.sharp == sharp and mistake.version in (0, self.reading.version)
@@ -212,10 +202,10 @@ class Search:
                 and (self.reading.causal or mistake.step != "maps")
                 and (is_grouped or not mistake.grouped)
             ):
-                lists[mistake.step].append(mistake)
-        for wrong_ones in range(most + 1):
-            found = choose(list(lists.values()), wrong_ones)
-            yield from sorted(filter(is_sensible, found), key=cost_of)
+                lists[mistake.step].append((mistake,))
+        found = [sum(some, ()) for some in itertools.product(*lists.values())]
+        found = [some for some in found if sum(m.kind == DIFFERS for m in some) <= most]
+        return sorted(filter(is_sensible, found), key=cost_of)
 
     def is_late(self):
         self.was_cut_off = time.process_time() > self.ends
@@ -253,21 +243,6 @@ class Search:
             where = "already where W_q = 0 makes all maps flat"
         nothing = "No cause was found in time" if self.was_cut_off else "Nothing on the list fits"
         return f"{nothing}. They part {where}."
-
-
-def choose(lists, wrong_ones):
-    """All ways to take at most one mistake of each list, so many of them called DIFFERS."""
-    if not lists:
-        if wrong_ones == 0:
-            yield ()
-        return
-    first, *others = lists
-    yield from choose(others, wrong_ones)
-    for mistake in first:
-        left = wrong_ones - (mistake.kind == DIFFERS)
-        if left >= 0:
-            for more in choose(others, left):
-                yield (mistake, *more)
 
 
 def cost_of(mistakes):

@@ -10,7 +10,7 @@ from port.roles import VECTORS, NoVerdict, in_short
 from port.theirs import Theirs
 
 NOT_LOOKED_AT = ("Not looked at: a cache; gradients, but for those that are 0; one head's lambda "
-                 "alone, and the eps of the norm; what a weight does that is held at 0 or 1.")
+                 "alone, and the eps of the norm; biases, and the weights of a norm of queries.")
 
 
 class Verdict:
@@ -27,7 +27,7 @@ class Verdict:
         for mistake, detail in found:
             text = f"{mistake.kind:8} {mistake.name}: {mistake.text} {detail}".rstrip()
             self.lines.append(textwrap.fill(text, 100, subsequent_indent=" " * 9))
-            if mistake.code():
+            if mistake.step and mistake.kind != SAME:
                 self.lines.append(textwrap.indent(mistake.code(), " " * 9))
         self.lines += [textwrap.fill(note, 100) for note in (*notes, NOT_LOOKED_AT)]
 
@@ -176,4 +176,5 @@ def what_does_not_fit(theirs, reading):
     sizes = ", ".join(f"{name} {tuple(weight.shape)} as {theirs.roles[name]}"
                       for name, weight in theirs.weights.items())
     return (f"with n_head = {reading.n_head} its weights do not have the sizes of such a layer: "
-            f"{sizes}. Are n_head, version and names right?")
+            f"{sizes}. Are n_head, version and names right? A matrix is read as (outputs, inputs) "
+            "or (inputs, outputs), or as one for each head, (h, ...)")

@@ -15,9 +15,9 @@ torch.set_num_threads(1)
 class Made(right.Right):
     """The paper's layer with mistakes, whose code is ours."""
 
-    def __init__(self, *mistakes, **numbers):
+    def __init__(self, *mistakes, causal=True, **numbers):
         super().__init__()
-        self.steps = paper.steps_of(1, True, **{m.step: m.yours for m in mistakes})
+        self.steps = paper.steps_of(1, causal, **{m.step: m.yours for m in mistakes})
         self.numbers = dict(init=right.INIT, factor=1 - right.INIT) | numbers
 
     def forward(self, x):
@@ -50,6 +50,15 @@ def test_each_mistake_alone(mistake):
     verdict = diagnose(Made(mistake), depth=3)
     assert names_in(verdict) == {mistake.name}
     assert ("sees the future" in verdict.names["BROKEN"]) == mistake.leaks
+
+
+OF_MAPS = [m for m in ALONE if m.step == "subtract" and not m.leaks]
+
+
+@pytest.mark.parametrize("mistake", OF_MAPS, ids=lambda m: m.name)
+def test_those_that_take_maps_alone_in_an_encoder(mistake):
+    verdict = diagnose(Made(mistake, causal=False), depth=3, causal=False)
+    assert names_in(verdict) == {mistake.name}
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
