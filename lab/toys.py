@@ -338,8 +338,8 @@ def pieces():
     for row in V2:
         add("v2", Cell(row, "tied"), [AS_DRAWN], MIDDLE, CHOOSE_V2_ON, FORTY)
     average = "softmax minus a gated average"
-    add("v2", Cell(average, "tied"), [AS_DRAWN], MIDDLE, CHOOSE_V2_ON[:4], FORTY[:12])
-    add("average", Cell(average, "own"), [AS_DRAWN], MIDDLE, CHOOSE_ON, TWENTY[:10])
+    add("v2", Cell(average, "tied"), [AS_DRAWN], MIDDLE, CHOOSE_V2_ON[:4], FORTY)
+    add("average", Cell(average, "own"), [AS_DRAWN], MIDDLE, CHOOSE_ON, TWENTY)
     longer = Cell("softmax", "tied"), PRICE, 4e-3, FORTY[:8]
     found["price: softmax"] = partial(train_longer, *longer)
     for row in AT_EACH_RATE:
