@@ -35,20 +35,22 @@ PLACES = {
     "2.7 M, untied, std 0.05": dict(head="own", size="2.7 M", std=AS_DRAWN),
     "2.7 M, untied, std 1": dict(head="own", size="2.7 M", std=1.0),
     "as many steps": dict(head="tied", std=AS_DRAWN, seeds=FORTY),
-    "as many FLOPs": dict(head="tied", std=AS_DRAWN, seeds=FORTY, base_steps=570),
-    "as much time": dict(head="tied", std=AS_DRAWN, seeds=FORTY, base_steps=645),
+    "1.14 times as many": dict(head="tied", std=AS_DRAWN, seeds=FORTY, base_steps=570),
+    "1.29 times as many": dict(head="tied", std=AS_DRAWN, seeds=FORTY, base_steps=645),
 }
 STARTS = ("tied, std 0.05", "untied, std 0.05", "untied, std 0.2", "untied, std 1")
 ALL_STARTS = (*STARTS, "2.7 M, untied, std 0.05", "2.7 M, untied, std 1")
 V2_STARTS = ("tied", "untied, std 0.05", "untied, std 1")
-PRICE = ("as many steps", "as many FLOPs", "as much time")  # 500, and 1.14 and 1.29 times that
+PRICE = ("as many steps", "1.14 times as many", "1.29 times as many")
 
 DIFFERENCES = [  # table, row, the row that it is compared to, columns
     ("start", "diff", "softmax", ALL_STARTS),
-    ("start", "softmax with a norm", "softmax", ALL_STARTS),
     ("start", "diff with λ_init 0.8", "softmax", STARTS),
-    ("start", "diff", "diff without its second map", STARTS),
-    ("start", "diff without its norm", "softmax with half the heads", STARTS),
+    ("start", "softmax with a norm", "softmax", ALL_STARTS),
+    ("start", "softmax with half the heads", "softmax", STARTS),
+    ("map", "diff", "diff without its second map", STARTS),
+    ("map", "diff with λ_init 0.8", "diff with λ_init 0.8, without its second map", STARTS),
+    ("map", "diff without its norm", "softmax with half the heads", STARTS),
     ("sign", "diff_v2", "softmax", V2_STARTS),
     ("sign", "softmax minus a gated average", "softmax", V2_STARTS),
     ("sign", "diff_v2", "softmax minus a gated average", V2_STARTS),
