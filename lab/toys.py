@@ -340,6 +340,7 @@ def pieces():
     average = "softmax minus a gated average"
     add("v2", Cell(average, "tied"), [AS_DRAWN], MIDDLE, CHOOSE_V2_ON[:4], FORTY)
     add("average", Cell(average, "own"), [AS_DRAWN], MIDDLE, CHOOSE_ON, TWENTY)
+    add("average, std 1", Cell(average, "own"), [1.0], RATES[2:5], CHOOSE_ON, TWELVE)
     longer = Cell("softmax", "tied"), PRICE, 4e-3, FORTY[:8]
     found["price: softmax"] = partial(train_longer, *longer)
     for row in AT_EACH_RATE:
