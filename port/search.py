@@ -173,22 +173,28 @@ class Search:
 
     def run(self):
         """Found, or None."""
+        sharp = self.combinations(sharp=True, most=1)
+        waiting = []  # equal where maps are flat. One more mistake is tried before another theta
         for mistakes in self.combinations(sharp=False, most=5):
+            while waiting and cost_of(mistakes) > cost_of(waiting[0][0]) + COST[DIFFERS]:
+                found = self.with_another_theta(*waiting.pop(0))
+                if found:
+                    return found
             if self.is_late():
-                return None
+                break
             tries = [one for one in self.tries if self.is_equal_where_flat(one.flat, mistakes)]
-            found = next(filter(None, self.where_sharp(mistakes, tries)), None) if tries else None
-            if found:
-                return found
+            if tries:
+                waiting.append((mistakes, tries))
+                found = first(self.fit(mistakes + more, tries) for more in sharp)
+                if found:
+                    return found
+        return first(self.with_another_theta(*one) for one in waiting)
 
-    def where_sharp(self, mistakes, tries):
-        """Found or None for each way to go on, first with the paper's theta, then with others."""
-        for more in self.combinations(sharp=True, most=1):
-            yield self.fit(mistakes + more, tries)
+    def with_another_theta(self, mistakes, tries):
+        ways = itertools.product(self.combinations(sharp=True, most=0), SHARES, THETAS)
         d = tries[0].flat.w.d
-        for more in self.combinations(sharp=True, most=0):
-            for share, theta in itertools.product(SHARES, THETAS):
-                yield self.fit(mistakes + more, tries, int(share * d), theta)
+        return first(self.fit(mistakes + more, tries, int(share * d), theta)
+                     for more, share, theta in ways)
 
     def combinations(self, sharp, most):
         """Tuples of mistakes, at most one for each step, the cheapest first. most: how many of them
@@ -243,6 +249,11 @@ class Search:
             where = "already where W_q = 0 makes all maps flat"
         nothing = "No cause was found in time" if self.was_cut_off else "Nothing on the list fits"
         return f"{nothing}. They part {where}."
+
+
+def first(found):
+    """The first that is not None, or None."""
+    return next(filter(None, found), None)
 
 
 def cost_of(mistakes):
