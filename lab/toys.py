@@ -341,8 +341,8 @@ def pieces():
     add("v2", Cell(average, "tied"), [AS_DRAWN], MIDDLE, CHOOSE_V2_ON[:4], FORTY)
     add("average", Cell(average, "own"), [AS_DRAWN], MIDDLE, CHOOSE_ON, TWENTY)
     add("average, std 1", Cell(average, "own"), [1.0], RATES[2:5], CHOOSE_ON, TWELVE)
-    longer = Cell("softmax", "tied"), PRICE, 4e-3, FORTY[:8]
-    found["price: softmax"] = partial(train_longer, *longer)
+    found["price: softmax"] = partial(
+        train_longer, Cell("softmax", "tied"), PRICE, 4e-3, FORTY[:8])
     for row in AT_EACH_RATE:
         found[f"rates: {row}"] = partial(train_at_each_rate, Cell(row, "own"))
     for row in AT_EACH_RATE:
@@ -366,7 +366,7 @@ def pieces():
 def main(argv=None):
     known = pieces()
     groups = list(dict.fromkeys(name.partition(":")[0] for name in known))
-    p = parser("lab.toys", f"{__doc__}\nPieces: {', '.join(groups)}.")
+    p = parser("lab.toys", f"{__doc__}\nPieces: {'; '.join(groups)}.")
     p.add_argument("--only", help="pieces to train, or one row of a piece: 'start; v2: diff_v2'")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
                    help="on a CPU models are trained one by one")
